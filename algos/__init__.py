@@ -1,0 +1,1 @@
+"""Reinforcement learning of language models: data, rewards, advantages, losses and loops."""

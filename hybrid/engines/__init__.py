@@ -1,0 +1,1 @@
+"""Engines that train and engines that sample, behind two small contracts."""

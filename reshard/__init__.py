@@ -1,0 +1,1 @@
+"""Weights from training shards into live inference tensors: only the missing bytes move."""
