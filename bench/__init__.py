@@ -1,0 +1,1 @@
+"""Benchmarks: each checks its results, then times them beside the baselines, in one run."""
