@@ -12,7 +12,7 @@ the whole mini-batch (`Totals`), not over the micro-batch at hand:
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -28,7 +28,7 @@ def parse_aggregation(name: str) -> Aggregation:
     """Return `name` as an `Aggregation`; ValueError lists the modes if it is none of them."""
     if name not in AGGREGATIONS:
         raise ValueError(f"unknown loss aggregation {name!r}; use one of {', '.join(AGGREGATIONS)}")
-    return cast(Aggregation, name)
+    return name
 
 
 def aggregate(values: torch.Tensor, mask: torch.Tensor, *, mode: Aggregation, totals: Totals) -> torch.Tensor:
