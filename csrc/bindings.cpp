@@ -1,0 +1,16 @@
+// reshard._C: the one module. reshard/_C.pyi documents everything that is bound here and in bind_arena().
+#include "bindings.h"
+
+#include "driver.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, module) {
+#ifdef RESHARD_CUDA_KERNELS
+    module.attr("CUDA_KERNELS") = true;
+#else
+    module.attr("CUDA_KERNELS") = false;
+#endif
+    module.def("driver_available", &reshard::driver::available);
+    reshard::bind_arena(module);
+}

@@ -1,0 +1,11 @@
+// The parts of reshard._C. Each part adds its functions and classes to the module; bindings.cpp calls them all.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace reshard {
+
+// Arena: physical memory, address ranges and their exchange (arena_bindings.cpp).
+void bind_arena(pybind11::module_& module);
+
+}  // namespace reshard
