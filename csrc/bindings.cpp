@@ -13,4 +13,5 @@ PYBIND11_MODULE(_C, module) {
 #endif
     module.def("driver_available", &reshard::driver::available);
     reshard::bind_arena(module);
+    reshard::bind_counters(module);
 }

@@ -8,4 +8,7 @@ namespace reshard {
 // Arena: physical memory, address ranges and their exchange (arena_bindings.cpp).
 void bind_arena(pybind11::module_& module);
 
+// Counters in shared memory and waiting for them (counters.cpp).
+void bind_counters(pybind11::module_& module);
+
 }  // namespace reshard

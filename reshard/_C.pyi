@@ -8,3 +8,12 @@ CUDA_KERNELS: bool
 
 def driver_available() -> bool:
     """Return whether libcuda.so.1 loads and has every function that reshard needs. Initialises nothing."""
+
+def counter_load(address: int) -> int:
+    """Value of the 4-byte counter at `address` (shared memory, multiple of 4); acquires what its writer wrote before storing it."""
+
+def counter_store(address: int, value: int) -> None:
+    """Store into a counter, releasing this thread's earlier writes, and wake whoever waits for it in any process."""
+
+def counters_wait(addresses: list[int], target: int, seconds: float) -> int:
+    """Wait until every counter is at least `target`; -1 then, else the position of the first that was not when `seconds` had passed. Releases the GIL."""
