@@ -53,7 +53,7 @@ def notices(loaded: Loaded) -> list[str]:
         found.append(f"Without effect in this backend (one process, one device, generation by Transformers): {shown}.")
     if loaded.config.rollout.top_p < 1 or loaded.config.rollout.top_k > 0:
         found.append(
-            "rollout.top_p and rollout.top_k cut the distribution that is sampled, while log-probs are over all tokens; "
+            "rollout.top_p and rollout.top_k cut the distribution that is sampled, but log-probs are over all tokens; "
             "that biases the gradient."
         )
     unknown = [name for name in loaded.config.trainer.logger if name not in ("console", "tensorboard")]

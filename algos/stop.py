@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -26,10 +27,9 @@ class StopRequests:
     the handlers that were there before.
     """
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
-        """``announce`` is told once, from the handler, what will happen."""
+    def __init__(self) -> None:
+        """Start with no signal seen."""
         self.signum: int | None = None
-        self._announce = announce
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> StopRequests:
@@ -50,7 +50,8 @@ class StopRequests:
             raise Aborted(signum)
         self.signum = signum
         name = signal.Signals(signum).name
-        self._announce(f"{name}: this step is finished and a checkpoint written; send it again to abort at once")
+        # A print could be inside another print that the signal interrupted; a write to the descriptor can't be.
+        os.write(2, f"\n{name}: this step will be finished and a checkpoint written; again aborts\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

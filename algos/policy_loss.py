@@ -1,0 +1,89 @@
+"""The loss of one mini-batch by the keys ``actor.*``: the objective, less an entropy bonus, plus a KL to the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from algos.aggregate import Aggregation, aggregate, parse_aggregation
+from algos.config import ActorConfig
+from algos.kl import kl_estimate
+from algos.losses import LossResult, cispo_loss, gpg_loss, gspo_loss, metric_share, ppo_clip_loss
+from hybrid.batch import loss_mask
+from hybrid.totals import Totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A loss function as train engines call it, once per micro-batch.
+
+    Attributes:
+        actor: the keys.
+        on_policy: the samples come from the very weights that are updated, so the current log-probs, detached, are the
+            old ones and every ratio is 1.
+        num_ref_tokens: tokens of the whole mini-batch that have a reference log-prob and count in ``kl/mean``.
+    """
+
+    actor: ActorConfig
+    on_policy: bool
+    num_ref_tokens: int = 0
+
+    def __call__(
+        self, log_probs: torch.Tensor, entropy: torch.Tensor, micro_batch: TensorDict, totals: Totals
+    ) -> LossResult:
+        """Return the micro-batch's share of the loss, with gradient, and of the metrics; all tensors are [B, R]."""
+        mask = loss_mask(micro_batch)
+        totals = totals.scaled(self.actor.loss_scale_factor)
+        mode = parse_aggregation(self.actor.loss_agg_mode)
+        old = log_probs.detach() if self.on_policy else micro_batch["old_log_probs"]
+        loss, shares = self._objective(log_probs, old, micro_batch["advantages"], mask, mode, totals)
+        metrics = {f"actor/{name}": share for name, share in shares.items()}
+        metrics["actor/pg_loss"] = loss.detach()
+        metrics["entropy/mean"] = metric_share(entropy, mask, totals)
+        if self.actor.entropy_coeff:
+            loss = loss - self.actor.entropy_coeff * aggregate(entropy, mask, mode=mode, totals=totals)
+        if self.actor.use_kl_loss:
+            kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], kind=self.actor.kl_loss_type, mask=mask)
+            kl_loss = aggregate(kl, mask, mode=mode, totals=totals)
+            loss = loss + self.actor.kl_loss_coef * kl_loss
+            metrics["actor/kl_loss"] = kl_loss.detach()
+        metrics.update(self._divergences(log_probs.detach(), micro_batch, mask, totals))
+        metrics["actor/loss"] = loss.detach()
+        return loss, metrics
+
+    def _objective(
+        self,
+        log_probs: torch.Tensor,
+        old: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        mode: Aggregation,
+        totals: Totals,
+    ) -> LossResult:
+        actor, name = self.actor, self.actor.policy_loss.loss_mode
+        if name == "gpg":
+            return gpg_loss(log_probs, advantages, mask, aggregate_mode=mode, totals=totals)
+        clip: dict[str, Any] = {"clip_low": actor.clip_ratio_low, "clip_high": actor.clip_ratio_high, "totals": totals}
+        if name == "gspo":
+            return gspo_loss(log_probs, old, advantages, mask, **clip)
+        if name == "cispo":
+            return cispo_loss(log_probs, old, advantages, mask, aggregate_mode=mode, **clip)
+        dual = actor.clip_ratio_c
+        return ppo_clip_loss(log_probs, old, advantages, mask, clip_dual=dual, aggregate_mode=mode, **clip)
+
+    def _divergences(
+        self, log_probs: torch.Tensor, micro_batch: TensorDict, mask: torch.Tensor, totals: Totals
+    ) -> dict[str, torch.Tensor]:
+        """KL (k3) of the policy that trains to the reference and, on policy, to what the rollout engine computed."""
+        found = {}
+        if self.num_ref_tokens:
+            known = mask & micro_batch["ref_known"].unsqueeze(-1)
+            kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], kind="k3", mask=known)
+            found["kl/mean"] = kl.sum() / self.num_ref_tokens
+        if self.on_policy:
+            kl = kl_estimate(log_probs, micro_batch["rollout_log_probs"], kind="k3", mask=mask)
+            found["kl/rollout"] = metric_share(kl, mask, totals)
+        return found
