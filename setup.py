@@ -116,11 +116,13 @@ def ninja_file(target: Path, cuda: CudaToolkit | None) -> str:
     compiler = find_host_compiler()
     includes = [f"-I{CSRC}", f"-isystem {pybind11.get_include()}", f"-isystem {sysconfig.get_path('include')}"]
     common = ["-std=c++20", "-O3", *includes] + (["-DRESHARD_CUDA_KERNELS"] if cuda else [])
-    host = [*common, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+    host = [*common, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread", os.environ.get("CXXFLAGS", "")]
     link = ["-shared", "-pthread", "-ldl"]
     lines = ["ninja_required_version = 1.5"]
     lines += ["rule cxx", "  depfile = $out.d", "  deps = gcc", "  description = c++ $in"]
-    lines += [f"  command = {compiler} -MMD -MF $out.d {' '.join(host)} {os.environ.get('CXXFLAGS', '')} -c $in -o $out"]
+    lines += [
+        f"  command = {compiler} -MMD -MF $out.d {' '.join(host)} {os.environ.get('CXXFLAGS', '')} -c $in -o $out"
+    ]
     sources = sorted(CSRC.glob("*.cpp"))
     if cuda:
         device = [*common, *cuda.gencode, "-lineinfo", "--expt-relaxed-constexpr"]

@@ -1,4 +1,5 @@
-// reshard._C: the one module. reshard/_C.pyi documents everything that is bound here and in bind_arena().
+// reshard._C: the one module. reshard/_C.pyi documents everything that is bound here and in the functions of
+// bindings.h.
 #include "bindings.h"
 
 #include "driver.h"
@@ -12,6 +13,7 @@ PYBIND11_MODULE(_C, module) {
     module.attr("CUDA_KERNELS") = false;
 #endif
     module.def("driver_available", &reshard::driver::available);
+    reshard::bind_copy(module);
     reshard::bind_arena(module);
     reshard::bind_counters(module);
 }
