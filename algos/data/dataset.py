@@ -33,6 +33,9 @@ class PromptDataset:
     not dropped: ``error`` refuses the data; ``left`` drops the oldest tokens, ``right`` the newest, ``middle`` those
     between. BOS and the assistant's header are never cut.
 
+    ``digest`` is a fingerprint of all token ids in their order, the same on every machine; ``num_filtered`` counts the
+    prompts dropped.
+
     Raises:
         InputError: no rows, a wrong option, an overlong prompt with ``truncation="error"``, only overlong prompts with
             ``filter_overlong``, a limit that the header alone exceeds, or a row that the chat template refuses.
@@ -60,6 +63,7 @@ class PromptDataset:
         self._rows: list[Row] = []
         self._ids: list[np.ndarray] = []
         self._load(rows, filter_overlong)
+        self.digest = self._hash_ids()
         self.num_filtered = len(rows) - len(self._rows)
         if self.num_filtered:
             logger.warning(
@@ -73,15 +77,6 @@ class PromptDataset:
     def __getitem__(self, prompt_idx: int) -> Prompt:
         """The prompt at one place of the data set (not of the file: see ``prompt.row.index`` for that)."""
         return Prompt(self._ids[prompt_idx].tolist(), self._rows[prompt_idx])
-
-    @property
-    def digest(self) -> str:
-        """A fingerprint of all token ids in their order; equal data sets have equal ones on every machine."""
-        hasher = hashlib.sha256()
-        for ids in self._ids:
-            hasher.update(len(ids).to_bytes(8, "little"))
-            hasher.update(ids.astype("<i4").tobytes())
-        return hasher.hexdigest()[:16]
 
     def _load(self, rows: Sequence[Row], filter_overlong: bool) -> None:
         longest = 0
@@ -127,3 +122,10 @@ class PromptDataset:
         num_first = {"left": 0, "right": num_kept, "middle": num_kept - num_kept // 2}[self._truncation]
         kept = body[:num_first] + body[len(body) - (num_kept - num_first) :]
         return encoded.ids[:num_bos] + kept + encoded.ids[body_end:]
+
+    def _hash_ids(self) -> str:
+        hasher = hashlib.sha256()
+        for ids in self._ids:
+            hasher.update(len(ids).to_bytes(8, "little"))
+            hasher.update(ids.astype("<i4").tobytes())
+        return hasher.hexdigest()[:16]

@@ -3,20 +3,19 @@
 The spec is one word without characters that a shell or YAML would take for its own:
 ``reasoning_gym:NAME:key=value:key=value``, for example
 ``reasoning_gym:chain_sum:min_terms=2:max_terms=2:size=1000:seed=1``. The keys are the fields of the task's own
-configuration; ``size`` is the number of rows, ``seed`` is 0 unless given. A list is written ``operators=+,-``, and
-a character that would end a value (``:``) as in an address (``%3A``).
+configuration; ``size`` is the number of rows, ``seed`` is 0 unless given. See `algos.spec_text` for lists.
 
 Row i of a task is drawn from seed + i. So training and validation rows overlap unless their seeds lie at least
 ``size`` apart.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from algos.errors import InputError
+from algos.spec_text import nearest, parse_list, parse_options, parse_scalar
 
 if TYPE_CHECKING:
     from algos.data.rows import DataSpec
@@ -47,17 +46,8 @@ def parse_spec(text: str) -> TaskSpec:
     name, *pairs = text.removeprefix(PREFIX).split(":")
     config_class = _config_class(name)
     defaults = {field.name: _default(field) for field in dataclasses.fields(config_class)}
-    options: dict[str, Any] = {"seed": 0}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise InputError(f"data spec {text!r}: expected key=value, got {pair!r}; write it as in {_EXAMPLE}")
-        if key not in defaults:
-            raise InputError(
-                f"data spec {text!r}: task {name!r} has no key {key!r}{_nearest(key, defaults)}; its keys are "
-                f"{', '.join(sorted(defaults))}"
-            )
-        options[key] = _parse_value(unquote(value), defaults[key])
+    written = parse_options(pairs, where=f"data spec {text!r}", known=defaults)
+    options = {"seed": 0} | {key: _parse_value(value, defaults[key]) for key, value in written.items()}
     return TaskSpec(name, options)
 
 
@@ -107,14 +97,9 @@ def _config_class(name: str) -> type:
             "install it, for example with: pip install reasoning-gym"
         ) from error
     if name not in DATASETS:
-        raise InputError(f"reasoning-gym has no task {name!r}{_nearest(name, DATASETS)}; a spec looks like {_EXAMPLE}")
+        raise InputError(f"reasoning-gym has no task {name!r}{nearest(name, DATASETS)}; a spec looks like {_EXAMPLE}")
     config_class: type = DATASETS[name][1]
     return config_class
-
-
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _default(field: "dataclasses.Field[Any]") -> Any:
@@ -124,18 +109,6 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _parse_value(text: str, default: Any) -> Any:
-    if isinstance(default, (list, tuple)):
-        return [_parse_scalar(item) for item in text.split(",")]
-    return text if isinstance(default, str) else _parse_scalar(text)
-
-
-def _parse_scalar(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    if isinstance(default, list | tuple):
+        return parse_list(text)
+    return unquote(text) if isinstance(default, str) else parse_scalar(text)

@@ -22,7 +22,7 @@ _WHOLE = re.compile(rf"\s*(?P<sign>[-+])?{_DIGITS}\s*")
 
 
 def after_marker(text: str) -> Fraction | None:
-    """The number right after the last ``####`` that has one, or None; markdown, ``$`` and thousands commas are no bar."""
+    """The number right after the last ``####`` that has one, or None; markdown, ``$`` and commas are no bar."""
     found = _last_match(_MARKED, text)
     return None if found is None else _value(found["sign"], found)
 
