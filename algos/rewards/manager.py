@@ -47,9 +47,9 @@ class OverlongPenalty:
 class Scores:
     """A batch's rewards: ``scores`` float32 [B] (0 where unscored), ``scored`` bool [B], both on the CPU.
 
-    ``metrics`` hold ``reward/mean`` and the functions' own numbers as ``reward/NAME``, each the mean over the scored
-    samples that have it (none of them where nothing is scored), and ``reward/num_unscored``. ``outcomes`` say what each
-    sample got, and why one has no score.
+    ``metrics`` hold the reward function's own numbers by their names, each the mean over the scored samples that have it
+    (those of no scored sample are absent), ``overlong_penalty`` likewise, and ``num_unscored``. ``outcomes`` say what
+    each sample got, and why one has no score.
     """
 
     scores: torch.Tensor
@@ -92,7 +92,7 @@ class RewardManager:
         return Scores(
             scores=torch.tensor(scores, dtype=torch.float32),
             scored=torch.tensor([outcome.score is not None for outcome in outcomes], dtype=torch.bool),
-            metrics=self._metrics(outcomes, scores, penalties),
+            metrics=self._metrics(outcomes, penalties),
             outcomes=tuple(outcomes),
         )
 
@@ -110,7 +110,7 @@ class RewardManager:
                 self._reported.add(kind)
                 logger.warning(
                     "sample %d (data_source %r) is unscored and its group's statistics leave it out: %s. "
-                    "More of this kind are only counted, in reward/num_unscored.",
+                    "More of this kind are only counted, in num_unscored.",
                     idx,
                     sample.data_source,
                     reason,
@@ -123,17 +123,14 @@ class RewardManager:
             raise ValueError(f"the overlong penalty needs the lengths of all {num_samples} responses, in tokens")
         return [self._overlong.of(int(length)) for length in response_lengths]
 
-    def _metrics(
-        self, outcomes: Sequence[Outcome], scores: Sequence[float], penalties: Sequence[float]
-    ) -> dict[str, float]:
+    def _metrics(self, outcomes: Sequence[Outcome], penalties: Sequence[float]) -> dict[str, float]:
         values: dict[str, list[float]] = defaultdict(list)
-        for outcome, score, penalty in zip(outcomes, scores, penalties, strict=True):
+        for outcome, penalty in zip(outcomes, penalties, strict=True):
             if outcome.score is None:
                 continue
-            values["mean"].append(score)
             if self._overlong is not None:
                 values["overlong_penalty"].append(penalty)
             for name, value in outcome.metrics.items():
                 values[name].append(value)
-        means = {f"reward/{name}": sum(numbers) / len(numbers) for name, numbers in values.items()}
-        return {**means, "reward/num_unscored": float(sum(outcome.score is None for outcome in outcomes))}
+        means = {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+        return {**means, "num_unscored": float(sum(outcome.score is None for outcome in outcomes))}

@@ -74,8 +74,8 @@ class WorkerReward:
     """Scores samples in ``num_workers`` processes that load ``spec`` themselves; they start when this is made.
 
     A sample has ``deadline_s`` seconds; then its process is killed and replaced, and no other sample notices. With
-    ``on_timeout="zero"`` such a sample gets 0 (the response brought it about), unless the ground truth as the response
-    hangs as well; then, and always with ``"unscored"``, it is unscored. ``memory_bytes`` bounds each
+    ``on_timeout="zero"`` such a sample gets 0 (the response brought it about), unless the plainest response, "0",
+    hangs as well, so that the ground truth is to blame; then, and always with ``"unscored"``, it is unscored. ``memory_bytes`` bounds each
     process's address space. This guards against accidents; it is no sandbox for hostile code.
 
     Raises:
@@ -173,7 +173,7 @@ class WorkerReward:
         reason = f"no result within {self._deadline_s:g} s; its process was ended"
         if self._on_timeout == "unscored":
             return Outcome(score=None, error=f"TimeoutError: {reason}")
-        probe = dataclasses.replace(sample, response=str(sample.ground_truth))
+        probe = dataclasses.replace(sample, response="0")
         key = repr(sample.ground_truth)
         if key not in self._hanging_golds:
             self._hanging_golds[key] = self._run([_to_line(probe)])[0] is None
