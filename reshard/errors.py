@@ -21,6 +21,10 @@ class OutOfMemory(ReshardError, MemoryError):
     """A budget or a device had too little memory; what was asked for has not happened and nothing else changed."""
 
 
+class DeviceError(ReshardError, RuntimeError):
+    """A driver or system call failed; the message has the call and the driver's own name of the error."""
+
+
 class TransportError(ReshardError, RuntimeError):
     """A transport could not move the bytes; training weights are intact."""
 

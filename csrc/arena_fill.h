@@ -1,0 +1,58 @@
+// Which chunks fill a range: a pure choice over sizes, made before any driver call. No memory is touched here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace reshard {
+
+using ChunkId = uint64_t;
+
+// One chunk of the outcome. A fresh piece is created; a piece of a broken chunk is created once that chunk is
+// destroyed.
+struct Piece {
+    enum class Origin { kExisting, kFresh, kBroken };
+    uint64_t num_bytes;
+    Origin origin;
+    ChunkId source;  // the chunk itself (existing), the chunk that is broken up (broken), or 0 (fresh)
+};
+
+// Fills demands one after the other out of free chunks, then fresh ones within `headroom_bytes`, then by breaking up
+// the smallest free chunk that is too large. Sizes are multiples of the smallest class. Largest pieces first, so that a
+// hand-over needs few driver calls.
+class FillPlanner {
+  public:
+    // `classes`: descending, each a multiple of the next.
+    FillPlanner(std::vector<uint64_t> classes, uint64_t headroom_bytes);
+
+    void add_free(ChunkId chunk, uint64_t num_bytes);
+
+    // The indices into pieces() that fill `num_bytes`, in address order; false if memory is short (then nothing
+    // counts).
+    bool fill(uint64_t num_bytes, std::vector<size_t>* chosen);
+
+    const std::vector<Piece>& pieces() const { return pieces_; }
+    const std::vector<size_t>& fresh() const { return fresh_; }  // pieces to create
+    // chunk to break -> all of its pieces, used or not
+    const std::map<ChunkId, std::vector<size_t>>& broken() const { return broken_; }
+    uint64_t short_bytes() const { return short_bytes_; }  // what the last failed fill() lacked
+
+  private:
+    bool take_free(uint64_t limit_bytes, std::vector<size_t>* chosen, uint64_t* left);
+    bool take_fresh(std::vector<size_t>* chosen, uint64_t* left);
+    bool break_one(uint64_t left);
+    std::vector<uint64_t> split(uint64_t num_bytes) const;
+    size_t push(Piece piece);
+
+    std::vector<uint64_t> classes_;
+    uint64_t headroom_bytes_;
+    uint64_t short_bytes_ = 0;
+    std::vector<Piece> pieces_;
+    std::map<uint64_t, std::vector<size_t>> free_;  // size -> pieces, used from the back
+    std::vector<size_t> fresh_;
+    std::map<ChunkId, std::vector<size_t>> broken_;
+};
+
+}  // namespace reshard
