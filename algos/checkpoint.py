@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path,
+    final: Path,
     step: int,
     *,
     state: Mapping[str, Any],
@@ -57,12 +57,13 @@ def save_checkpoint(
     write_model: Callable[[Path], None],
     max_to_keep: int | None = None,
 ) -> Path:
-    """Write ``root/step_NNNNNN`` and return it; older ones beyond ``max_to_keep`` are removed after it is on disk.
+    """Write ``final`` (a folder ``.../step_NNNNNN``) and return it; older ones beyond ``max_to_keep`` are removed then.
 
     ``state`` must be JSON, ``tensors`` made of tensors, numbers, text and containers; ``write_model`` fills a folder.
     Blocks until the bytes are on disk. A checkpoint of the same step is replaced.
     """
-    final, staging = root / f"step_{step:06d}", root / f".step_{step:06d}.{os.getpid()}"
+    root = final.parent
+    staging = root / f".{final.name}.{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(root)
     (staging / MODEL).mkdir(parents=True)

@@ -51,11 +51,6 @@ def notices(loaded: Loaded) -> list[str]:
     if idle:
         shown = ", ".join(f"{name}={values[name]}" for name in idle)
         found.append(f"Without effect in this backend (one process, one device, generation by Transformers): {shown}.")
-    if loaded.config.rollout.top_p < 1 or loaded.config.rollout.top_k > 0:
-        found.append(
-            "rollout.top_p and rollout.top_k cut the distribution that is sampled, but log-probs are over all tokens; "
-            "that biases the gradient."
-        )
     unknown = [name for name in loaded.config.trainer.logger if name not in ("console", "tensorboard")]
     if unknown:
         found.append(f"trainer.logger: {', '.join(unknown)} not available; metrics.jsonl is always written.")

@@ -55,6 +55,10 @@ class RunPaths:
         """The folder of checkpoints."""
         return self.root / "checkpoints"
 
+    def checkpoint(self, step: int) -> Path:
+        """The folder of one step's checkpoint."""
+        return self.checkpoints / f"step_{step:06d}"
+
 
 class MetricsLog:
     """Writes the rows of a run; after a resume at ``last_step`` it forgets what came later and goes on."""
@@ -91,7 +95,7 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file, in order; null stands for a number that was not finite, a torn last line is skipped."""
+    """Rows of a JSON lines file, in order; null means that a number was not finite; a torn last line is skipped."""
     if not path.is_file():
         return []
     rows = []

@@ -1,4 +1,4 @@
-"""The loss of one mini-batch by the keys ``actor.*``: the objective, less an entropy bonus, plus a KL to the reference."""
+"""The loss of one mini-batch by ``actor.*``: the objective, less an entropy bonus, plus a KL to the reference."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,11 +16,12 @@ from transformers import AutoTokenizer
 from algos.checkpoint import latest_checkpoint
 from algos.config import Config, DataConfig
 from algos.config_check import resolve
+from algos.config_load import Loaded
 from algos.data import DataSpec, PromptDataset, PromptLoader, load_rows
 from algos.data.dataset import Truncation
 from algos.errors import InputError
 from algos.metrics import RunPaths, read_rows
-from algos.rewards import RewardFunction, load_reward
+from algos.rewards import Reward, load_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class Prepared:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     pad_token_id: int
-    reward: RewardFunction
+    reward: Reward
     loader: PromptLoader
     validation: PromptLoader | None
     num_steps: int
@@ -50,7 +53,6 @@ def prepare(config: Config) -> Prepared:
     paths = RunPaths(_writable_folder(config.trainer.output_dir))
     resume_from = _resume_from(config, paths)
     model_folder = find_model(config.model.path)
-    reward = load_reward(config.reward.function)
     tokenizer = _load_tokenizer(model_folder)
     loader = _train_loader(config.data, tokenizer)
     steps = config.trainer.total_training_steps or config.trainer.total_epochs * loader.num_batches_per_epoch
@@ -64,12 +66,22 @@ def prepare(config: Config) -> Prepared:
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
         pad_token_id=pad if pad is not None else (stop_token_ids or (0,))[0],
-        reward=reward,
         loader=loader,
         validation=_val_loader(config.data, tokenizer) if config.trainer.test_freq > 0 else None,
         num_steps=steps,
         resume_from=resume_from,
+        reward=load_reward(config.reward.function),
     )
+
+
+@contextmanager
+def prepared_run(loaded: Loaded) -> Iterator[Prepared]:
+    """``prepare``, and at the end close what it opened: the reward's worker processes."""
+    prepared = prepare(loaded.config)
+    try:
+        yield prepared
+    finally:
+        prepared.reward.close()
 
 
 def find_model(path: str) -> Path:

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a bar where there is a terminal, else a line a step, or nothing if so wished."""
+"""What the person at the terminal sees: a bar where there is a terminal, else a line a step, or nothing."""
 
 from __future__ import annotations
 
