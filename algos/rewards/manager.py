@@ -47,9 +47,9 @@ class OverlongPenalty:
 class Scores:
     """A batch's rewards: ``scores`` float32 [B] (0 where unscored), ``scored`` bool [B], both on the CPU.
 
-    ``metrics`` hold the reward function's own numbers by their names, each the mean over the scored samples that have it
-    (those of no scored sample are absent), ``overlong_penalty`` likewise, and ``num_unscored``. ``outcomes`` say what
-    each sample got, and why one has no score.
+    ``metrics`` hold the reward function's own numbers by their names, each the mean over the scored samples that have
+    it (those of no scored sample are absent), ``overlong_penalty`` likewise, and ``num_unscored``. ``outcomes`` say
+    what each sample got, and why one has no score.
     """
 
     scores: torch.Tensor

@@ -74,9 +74,10 @@ class WorkerReward:
     """Scores samples in ``num_workers`` processes that load ``spec`` themselves; they start when this is made.
 
     A sample has ``deadline_s`` seconds; then its process is killed and replaced, and no other sample notices. With
-    ``on_timeout="zero"`` such a sample gets 0 (the response brought it about), unless the plainest response, "0",
-    hangs as well, so that the ground truth is to blame; then, and always with ``"unscored"``, it is unscored. ``memory_bytes`` bounds each
-    process's address space. This guards against accidents; it is no sandbox for hostile code.
+    ``on_timeout="zero"`` such a sample gets 0 (the response brought it about), unless the plainest response, "0", hangs
+    as well, so that the ground truth is to blame; then, and always with ``"unscored"``, it is unscored.
+    ``memory_bytes`` bounds each process's address space. This guards against accidents; it is no sandbox for hostile
+    code.
 
     Raises:
         WorkerError: from ``score``, where a process ends before it has loaded its function.

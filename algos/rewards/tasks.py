@@ -122,10 +122,17 @@ def _has_format(response: str, format: Format) -> bool:
 def _rate(task: Any, entry: dict[str, Any], name: str, answer: str, *, partial: bool) -> float:
     if not answer or not _is_safe(name, answer):
         return 0.0
-    rating = min(1.0, max(0.0, float(task.score_answer(answer, entry))))
+    rating = min(1.0, max(0.0, float(task.score_answer(_as_gold_writes(answer, str(entry["answer"])), entry))))
     if rating == 1.0:
         return float(name not in _GUARDS or _GUARDS[name](answer, entry["metadata"]))
     return rating if partial and str(entry["answer"]) not in answer else 0.0
+
+
+def _as_gold_writes(answer: str, gold: str) -> str:
+    """The gold's own spelling of the same number ("5" for "5.0", "1000" for "1,000"); many scorers compare text."""
+    value = whole_number(gold)
+    same = value is not None and gold == str(value) and whole_number(answer) == value
+    return gold if same and not re.match(r"[-+]?0\d", answer) else answer
 
 
 def _is_safe(name: str, answer: str) -> bool:
