@@ -1,1 +1,40 @@
 """Weights from training shards into live inference tensors: only the missing bytes move."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.dtype import DType as DType
+    from reshard.layout import Address as Address
+    from reshard.layout import Holding as Holding
+    from reshard.layout import Layout as Layout
+    from reshard.layout import TensorSpec as TensorSpec
+    from reshard.mesh import Mesh as Mesh
+    from reshard.plan import Copy as Copy
+    from reshard.plan import Plan as Plan
+    from reshard.planner import make_plan as make_plan
+    from reshard.region import Region as Region
+    from reshard.topology import Tier as Tier
+    from reshard.topology import Topology as Topology
+
+_MODULE_OF = {
+    "Address": "layout",
+    "Copy": "plan",
+    "DType": "dtype",
+    "Holding": "layout",
+    "Layout": "layout",
+    "Mesh": "mesh",
+    "Plan": "plan",
+    "Region": "region",
+    "TensorSpec": "layout",
+    "Tier": "topology",
+    "Topology": "topology",
+    "make_plan": "planner",
+}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"reshard.{_MODULE_OF[name]}"), name)
