@@ -15,7 +15,7 @@ def driver_available() -> bool:
 # Copy tables (csrc/copy_bindings.cpp)
 
 def check_records(table: CopyTable) -> None:
-    """Raise ValueError for the first record with bad extents, strides, types or addresses, or one that overlaps itself."""
+    """Raise ValueError for the first record with bad extents, strides, types or addresses, or a self-overlap."""
 
 def find_overlap(table: CopyTable) -> tuple[int, int, bool] | None:
     """Find two boxes that share a byte, as ``(first record, second record, with_source)``; None when there are none.
@@ -37,3 +37,163 @@ def checksum_host(table: CopyTable, *, of_destination: bool, num_threads: int = 
 
     Both are equal after a copy; equal for the same elements in the same row-major order, whatever their strides.
     """
+
+# Arena (csrc/arena_bindings.cpp). Everything here releases the GIL and is safe from any thread. OutOfMemory, StateError and
+# DeviceError are those of reshard.errors; a DeviceError has the call and the driver's own name of the error in its message.
+
+class MemoryDriver:
+    """Address space, physical chunks and mappings of one device, or of the host."""
+
+    @property
+    def device(self) -> int:
+        """CUDA ordinal, or -1 for the host."""
+    @property
+    def granularity_bytes(self) -> int:
+        """Sizes of chunks are multiples of it."""
+
+class FaultInjector(MemoryDriver):
+    """A driver whose calls fail on demand, for tests of what the arena promises."""
+
+    def __init__(self, inner: MemoryDriver) -> None: ...
+    def arm(self, call: str, *, countdown: int = 1, kind: str = "device", num_times: int = 1) -> None:
+        """Let call number ``countdown`` from now of that name (see csrc/arena_driver.h) fail, and those after it.
+
+        Args:
+            call: reserve, unreserve, create, destroy, map, allow, unmap, export_descriptor, import_descriptor, fill or
+                synchronize.
+            countdown: 1 is the next one.
+            kind: ``memory`` (OutOfMemory) or ``device`` (DeviceError).
+            num_times: how many calls in a row fail.
+        """
+
+def host_driver() -> MemoryDriver:
+    """Memory files and mmap."""
+
+def cuda_driver(device: int) -> MemoryDriver:
+    """The driver API's virtual memory management, in the device's primary context. DeviceError where there is none."""
+
+class RegionInfo:
+    """What is known of a region at one moment."""
+
+    id: int
+    name: str
+    group: str
+    address: int
+    num_bytes: int
+    num_chunks: int
+    generation: int
+    num_views: int
+    num_pins: int
+    @property
+    def state(self) -> str:
+        """RESERVED, BACKED or RELEASED."""
+
+class ArenaCounters:
+    """See reshard.arena.ArenaStats; ``num_allows`` counts the calls that open a run of mapped chunks."""
+
+    created_bytes: int
+    free_bytes: int
+    backed_bytes: int
+    reserved_bytes: int
+    peak_created_bytes: int
+    num_chunks: int
+    num_regions: int
+    num_creates: int
+    num_destroys: int
+    num_maps: int
+    num_unmaps: int
+    num_allows: int
+
+class TransitionReport:
+    """See reshard.arena.HandoverReport."""
+
+    released_bytes: int
+    backed_bytes: int
+    num_creates: int
+    num_destroys: int
+    num_maps: int
+    num_unmaps: int
+    elapsed_us: float
+
+class ArenaCore:
+    """The books of an arena and its one change of state; see reshard.arena.Arena for the contract of each method."""
+
+    def __init__(
+        self,
+        driver: MemoryDriver,
+        *,
+        chunk_classes: list[int],
+        budget_bytes: int | None,
+        keep_mappings: bool,
+        poison: bool,
+    ) -> None: ...
+    @property
+    def driver(self) -> MemoryDriver:
+        """The driver it was made with."""
+    def reserve(self, name: str, num_bytes: int, group: str) -> int:
+        """Return the id of a new RESERVED region."""
+    def free(self, regions: list[int]) -> None:
+        """Free all or, with StateError, none."""
+    def transition(self, release: list[int], back: list[int]) -> TransitionReport:
+        """Release and back regions in one step."""
+    def trim(self, keep_free_bytes: int) -> int:
+        """Destroy free chunks; return the bytes given back."""
+    def close(self) -> None:
+        """Free all regions and destroy all chunks."""
+    def export_region(self, region: int) -> list[tuple[int, int]]:
+        """Return (file descriptor, bytes) of each chunk in address order and pin the region; the caller closes them."""
+    def unpin(self, region: int) -> None:
+        """Undo one export_region."""
+    def set_group_budget(self, group: str, num_bytes: int) -> None:
+        """Limit a group's BACKED bytes."""
+    def info(self, region: int) -> RegionInfo:
+        """StateError for a region that was freed."""
+    def regions(self, group: str | None) -> list[int]:
+        """Ids in the order of making."""
+    def region_at(self, address: int) -> int | None:
+        """The region that starts there."""
+    def chunk_sizes(self) -> list[tuple[int, int]]:
+        """Pairs of (bytes, how many), largest first."""
+    def counters(self) -> ArenaCounters:
+        """The account now."""
+    def check(self) -> str:
+        """What is inconsistent in the books; empty when nothing is."""
+    def dlpack(self, region: int, versioned: bool) -> object:
+        """A capsule of the region as a uint8 vector; counts as a view until its consumer drops it."""
+
+class ImportedCore:
+    """Chunks of another arena, mapped at addresses of this process."""
+
+    def __init__(self, driver: MemoryDriver, descriptors: list[int], chunk_bytes: list[int]) -> None: ...
+    @property
+    def address(self) -> int:
+        """First byte."""
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the chunks."""
+    @property
+    def is_open(self) -> bool:
+        """False once closed."""
+    @property
+    def num_views(self) -> int:
+        """DLPack views alive."""
+    def close(self) -> None:
+        """Unmap; StateError where views are alive."""
+    def dlpack(self, versioned: bool) -> object:
+        """As ArenaCore.dlpack."""
+
+class TorchSlotInfo:
+    """What PyTorch has asked of one slot."""
+
+    num_allocs: int
+    num_frees: int
+    last_error: str
+
+NUM_TORCH_SLOTS: int
+"""How many pairs of symbols ``reshard_arena_alloc_<slot>``, ``reshard_arena_free_<slot>`` this module exports."""
+
+def claim_torch_slot(arena: ArenaCore, group: str) -> int:
+    """Bind the next free slot to an arena and group for the life of the process; StateError when all are taken."""
+
+def torch_slot_info(slot: int) -> TorchSlotInfo:
+    """Counts of a slot and why its last failing call failed."""

@@ -166,7 +166,7 @@ def _check_entry(entry: CopyEntry) -> None:
         )
     if 0 not in entry.shape and (entry.src <= 0 or entry.dst <= 0):
         raise PlanError(
-            f"{name}: addresses {entry.src} -> {entry.dst} must be those of real memory (is a tensor on meta?)"
+            f"{name}: addresses {entry.src} -> {entry.dst} must be real memory (is a tensor on the meta device?)"
         )
 
 
