@@ -4,7 +4,7 @@
 
 Task: "What is 3 + 4? Answer with the number only.", sums from reasoning-gym. Reward: half for a bare number, half for
 the right one. 4 prompts of 8 samples a step, at most 12 new tokens, AdamW at a constant 2e-5, no KL term; ``kl/mean``
-is the KL to the starting model, estimated on four samples a step. Any key of ``python -m algos.grpo --help`` may be set.
+is the KL to the starting model, estimated on four samples a step. Any key of ``python -m algos.grpo`` may be set.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ from algos.progress import make_reporter
 from algos.rewards import RewardManager, Scores
 from algos.rows import completion_rows, sample_metrics
 from algos.stop import StopRequests
-from algos.trainer import PhaseClock, Result, Trainer
+from algos.trainer import Result, Trainer
 from hybrid.batch import response_mask, select
 from hybrid.engines.sampling import SamplingParams, step_seed
+from hybrid.profiler import phase
 
 __all__ = ["Grpo", "Result", "run", "train"]
 
@@ -80,7 +82,7 @@ class Grpo:
 
     def __init__(self, prepared: Prepared, engines: Engines) -> None:
         """Borrow the engines; nothing is computed yet."""
-        self.clock = PhaseClock(prepared.device)
+        self._synchronize = torch.cuda.synchronize if prepared.device.type == "cuda" else None
         self._prepared, self._config, self._engines = prepared, prepared.config, engines
         self._rewards = RewardManager(prepared.reward)
         control = self._config.algorithm.kl_ctrl
@@ -94,16 +96,16 @@ class Grpo:
     def step(self, step: int) -> tuple[Row, list[dict[str, Any]]]:
         """Do step number ``step`` (from 1); return its numbers and some of its samples."""
         prompts = self._prepared.loader.next_batch()
-        with self.clock.phase("transition"):
+        with self._phase("transition"):
             self._publish(step)
-        with self.clock.phase("rollout"):
+        with self._phase("rollout"):
             batch = self._engines.rollout.generate([prompt.ids for prompt in prompts], self._sampling(step))
-        with self.clock.phase("reward"):
+        with self._phase("reward"):
             responses, scores = self._score(prompts, batch)
-        with self.clock.phase("log_probs"):
+        with self._phase("log_probs"):
             self._add_log_probs(batch, step)
         row = self._add_advantages(batch, scores)
-        with self.clock.phase("update"):
+        with self._phase("update"):
             row.update(self._update(batch, step))
         row.setdefault("kl/mean", row.get("kl/old", 0.0))
         row.update(sample_metrics(batch, scores))
@@ -143,6 +145,9 @@ class Grpo:
         """Write the fp32 weights, config and tokenizer for Transformers."""
         self._engines.train.save_pretrained(folder)
         self._prepared.tokenizer.save_pretrained(folder)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return phase(name, synchronize=self._synchronize)
 
     def _publish(self, version: int) -> None:
         self._engines.weights.publish(version)

@@ -65,25 +65,26 @@ class PolicyLoss:
     ) -> LossResult:
         actor, name = self.actor, self.actor.policy_loss.loss_mode
         if name == "gpg":
-            return gpg_loss(log_probs, advantages, mask, aggregate_mode=mode, totals=totals)
+            return gpg_loss(log_probs, advantages, mask, aggregate=mode, totals=totals)
         clip: dict[str, Any] = {"clip_low": actor.clip_ratio_low, "clip_high": actor.clip_ratio_high, "totals": totals}
         if name == "gspo":
             return gspo_loss(log_probs, old, advantages, mask, **clip)
         if name == "cispo":
-            return cispo_loss(log_probs, old, advantages, mask, aggregate_mode=mode, **clip)
+            return cispo_loss(log_probs, old, advantages, mask, aggregate=mode, **clip)
         dual = actor.clip_ratio_c
-        return ppo_clip_loss(log_probs, old, advantages, mask, clip_dual=dual, aggregate_mode=mode, **clip)
+        return ppo_clip_loss(log_probs, old, advantages, mask, clip_dual=dual, aggregate=mode, **clip)
 
     def _divergences(
         self, log_probs: torch.Tensor, micro_batch: TensorDict, mask: torch.Tensor, totals: Totals
     ) -> dict[str, torch.Tensor]:
-        """KL (k3) of the policy that trains to the reference and, on policy, to what the rollout engine computed."""
-        found = {}
+        """KL (k3) of the policy that trains to the reference, and to the policy that sampled.
+
+        On policy the latter are the same weights, and ``kl/old`` is what two engines and two precisions make of them.
+        """
+        sampled = micro_batch["rollout_log_probs" if self.on_policy else "old_log_probs"]
+        found = {"kl/old": metric_share(kl_estimate(log_probs, sampled, kind="k3", mask=mask), mask, totals)}
         if self.num_ref_tokens:
             known = mask & micro_batch["ref_known"].unsqueeze(-1)
             kl = kl_estimate(log_probs, micro_batch["ref_log_probs"], kind="k3", mask=known)
             found["kl/mean"] = kl.sum() / self.num_ref_tokens
-        if self.on_policy:
-            kl = kl_estimate(log_probs, micro_batch["rollout_log_probs"], kind="k3", mask=mask)
-            found["kl/rollout"] = metric_share(kl, mask, totals)
         return found

@@ -7,8 +7,7 @@ optimizer, the data position, controllers and random state: all of it is in a ch
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from algos.config_load import to_flat
 from algos.metrics import MetricsLog, Row, RunPaths, memory_row
 from algos.progress import Reporter
 from algos.stop import StopRequests
+from hybrid.profiler import record_phases
 
 HARMLESS_KEYS = ("trainer.", "model.path")
 
@@ -44,33 +44,8 @@ class Result:
     stopped_by: int | None
 
 
-class PhaseClock:
-    """Seconds of each phase of the current step, as ``time/NAME``; on a GPU a phase ends when its work is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Measure work on ``device``."""
-        self._device = device
-        self._seconds: Row = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body; a phase that is entered twice adds up."""
-        started = time.perf_counter()
-        yield
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + time.perf_counter() - started
-
-    def take(self) -> Row:
-        """Return the seconds so far and start afresh."""
-        taken, self._seconds = self._seconds, {}
-        return taken
-
-
 class Learner(Protocol):
     """One algorithm: what a Trainer asks of it."""
-
-    clock: PhaseClock
 
     def step(self, step: int) -> tuple[Row, list[dict[str, Any]]]:
         """Do step number ``step`` (from 1); return its numbers, ``tokens`` among them, and some of its samples."""
@@ -107,6 +82,7 @@ class Trainer:
         self._num_steps, self._device = num_steps, device
         self._step = checkpoint.step if checkpoint else 0
         self._saved: Path | None = checkpoint.folder if checkpoint else None
+        self._before: Row = {}
         self._log = MetricsLog(paths, last_step=self._step, tensorboard="tensorboard" in config.trainer.logger)
         if checkpoint:
             self._restore(checkpoint)
@@ -117,7 +93,8 @@ class Trainer:
         self._reporter.begin(num_steps=self._num_steps, step=self._step)
         try:
             if self._step == 0 and self._validates() and self._config.trainer.val_before_train and stop.signum is None:
-                self._say_validation(self._learner.validate(0))
+                self._before = self._learner.validate(0)
+                self._say_validation(self._before)
             while self._step < self._num_steps and stop.signum is None:
                 self._one_step()
                 if save_freq > 0 and self._step % save_freq == 0:
@@ -136,12 +113,15 @@ class Trainer:
 
     def _one_step(self) -> None:
         started = time.perf_counter()
-        numbers, completions = self._learner.step(self._step + 1)
+        with record_phases() as phases:
+            numbers, completions = self._learner.step(self._step + 1)
         seconds = time.perf_counter() - started
         self._step += 1
         numbers["tokens/s"] = numbers.pop("tokens") / seconds
-        row: Row = {"step": self._step, **numbers, **self._learner.clock.take(), "time/step": seconds}
+        row: Row = {"step": self._step, **numbers, **phases.metrics(), "time/step": seconds}
         row.update(memory_row(self._device))
+        row.update({f"before/{name}": value for name, value in self._before.items()})
+        self._before = {}
         if self._validates() and self._step % self._config.trainer.test_freq == 0:
             row.update(self._learner.validate(self._step))
             self._say_validation(row)
@@ -155,11 +135,12 @@ class Trainer:
         self._reporter.say(f"validation after step {self._step}: mean reward {row['val/reward/mean']:.3f}")
 
     def _save(self) -> None:
-        if self._step == 0 or (self._saved is not None and self._saved == self._paths.checkpoint(self._step)):
+        folder = self._paths.checkpoint(self._step)
+        if self._step == 0 or (self._saved is not None and self._saved.resolve() == folder.resolve()):
             return
         state, tensors = self._learner.state_dict()
         self._saved = ckpt.save_checkpoint(
-            self._paths.checkpoint(self._step),
+            folder,
             self._step,
             state={"learner": state, "random": ckpt.host_random_state(), "keys": to_flat(self._config)},
             tensors={"learner": tensors, "random": ckpt.torch_random_state()},
