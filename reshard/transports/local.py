@@ -1,0 +1,120 @@
+"""The ``local`` transport: both sides live in this process, on one device.
+
+Bytes that are in place already (aliases) are not touched. Everything else is one table of strided copies, cast at
+the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reshard.errors import PlanError
+from reshard.plan import Copy, Plan
+from reshard.schedule import wire_dtype
+from reshard.table import CopyEntry, make_table
+from reshard.transports.base import BoundTransfer, Endpoint, source_address
+from reshard.transports.runner import TableRunner, common_device
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class LocalTransport:
+    """Copies inside one process.
+
+    Args:
+        num_threads: host threads for host memory; all cores where left out. A device ignores it.
+    """
+
+    name = "local"
+
+    def __init__(self, *, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
+
+    def bind(self, plan: Plan, *, rank: int, source: Endpoint, destination: Endpoint) -> BoundTransfer:
+        """Build the copy table of `rank`.
+
+        Raises:
+            PlanError: a copy crosses ranks, or the two sides live on different devices.
+        """
+        copies = plan.copies_of(rank)
+        crossing = [c for c in copies if not c.is_local]
+        if crossing:
+            c = crossing[0]
+            raise PlanError(
+                f"the local transport serves one process, but {len(crossing)} copies cross ranks, first "
+                f"{c.region.name!r} from "
+                f"rank {c.src_rank} to rank {c.dst_rank}; pass transport= one that crosses processes"
+            )
+        device = common_device(source, destination)
+        tables = local_tables(copies, source, destination)
+        return _LocalTransfer([TableRunner(table, device, num_threads=self._num_threads) for table in tables])
+
+
+def local_tables(copies: Sequence[Copy], source: Endpoint, destination: Endpoint) -> list[np.ndarray]:
+    """One copy table a hop, in order, of copies whose both ends are on this rank.
+
+    Aliases, and copies of bytes onto themselves, are left out.
+    """
+    by_hop: dict[int, list[CopyEntry]] = {}
+    for c in copies:
+        src, dst = source_address(c, source, destination), destination.base(c.dst)
+        if c.is_alias or (src == dst and c.src.strides == c.dst.strides and c.src.dtype is c.dst.dtype):
+            continue
+        by_hop.setdefault(c.hop, []).append(copy_entry(c, src=src, dst=dst))
+    return [make_table(by_hop[hop]) for hop in sorted(by_hop)]
+
+
+def copy_entry(
+    copy: Copy,
+    *,
+    src: int,
+    dst: int,
+    src_packed: bool = False,
+    dst_packed: bool = False,
+) -> CopyEntry:
+    """The table entry of `copy` between two absolute addresses.
+
+    A packed end is a box in a message: dense in C order, of the copy's wire dtype.
+    """
+    shape = copy.region.shape
+    packed, wire = _dense_strides(shape), wire_dtype(copy)
+    return CopyEntry(
+        src=src,
+        dst=dst,
+        shape=shape,
+        src_strides=packed if src_packed else copy.src.strides,
+        dst_strides=packed if dst_packed else copy.dst.strides,
+        src_dtype=wire if src_packed else copy.src.dtype,
+        dst_dtype=wire if dst_packed else copy.dst.dtype,
+        label=copy.region.name,
+    )
+
+
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+class _LocalTransfer:
+    """A table a hop; on the host the copies happen in `start`, on a device `start` queues them."""
+
+    def __init__(self, runners: list[TableRunner]) -> None:
+        self._runners = runners
+        self.num_launches = sum(runner.num_launches for runner in runners)
+        self.staging_bytes = sum(runner.device_bytes for runner in runners)
+
+    def start(self, *, stream: int | None) -> None:
+        for runner in self._runners:
+            runner.launch(stream)
+
+    def wait(self, *, deadline_s: float) -> None:
+        for runner in self._runners:
+            runner.synchronize(deadline_s, what="local copies")
+
+    def close(self) -> None:
+        for runner in self._runners:
+            runner.close()
