@@ -1,7 +1,9 @@
 """Rewards that run in worker processes: mathematics and reasoning-gym's tasks."""
 
+import re
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -246,3 +248,14 @@ def test_reasoning_gym_in_its_workers(sums):
     manager.close()
     assert scores.scores.tolist() == [1.0, 0.5, 0.0, 1.0]
     assert scores.metrics == {"format": 0.75, "accuracy": 0.5, "num_unscored": 0.0}
+
+
+def test_the_examples_of_the_page_on_data_run(monkeypatch):
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "data.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    names = {}
+    for block in blocks:
+        exec(compile(block, "docs/data.md", "exec"), names)
+    assert {"rows", "sums", "manager", "scores"} <= set(names)
