@@ -119,7 +119,8 @@ void bind_cores(py::module_& module) {
         .def(py::init(&make_core), py::arg("driver"), py::kw_only(), py::arg("chunk_classes"), py::arg("budget_bytes"),
              py::arg("keep_mappings"), py::arg("poison"))
         .def("reserve", &ArenaCore::reserve, py::arg("name"), py::arg("num_bytes"), py::arg("group"), NoGil())
-        .def("free", &ArenaCore::free, py::arg("region"), NoGil())
+        .def("free", &ArenaCore::free, py::arg("regions"), NoGil())
+        .def_property_readonly("driver", &ArenaCore::shared_driver)
         .def("transition", &ArenaCore::transition, py::arg("release"), py::arg("back"), NoGil())
         .def("trim", &ArenaCore::trim, py::arg("keep_free_bytes"), NoGil())
         .def("close", &ArenaCore::close, NoGil())

@@ -92,10 +92,10 @@ RegionId ArenaCore::reserve(const std::string& name, uint64_t num_bytes, const s
     return next_region_++;
 }
 
-void ArenaCore::free(RegionId id) {
+void ArenaCore::free(const std::vector<RegionId>& ids) {
     const std::lock_guard lock(mutex_);
-    check_unused(at(id));
-    free_unused(id);
+    for (const RegionId id : ids) check_unused(at(id));
+    for (const RegionId id : ids) free_unused(id);
 }
 
 void ArenaCore::check_unused(const Region& region) const {

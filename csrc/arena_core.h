@@ -84,7 +84,7 @@ class ArenaCore {
     ArenaCore& operator=(const ArenaCore&) = delete;
 
     RegionId reserve(const std::string& name, uint64_t num_bytes, const std::string& group);
-    void free(RegionId id);
+    void free(const std::vector<RegionId>& ids);
     // Releases and backs whole regions in one step; on Failure the arena is as it was (see the note in
     // arena_transition.cpp).
     TransitionReport transition(const std::vector<RegionId>& release, const std::vector<RegionId>& back);

@@ -1,5 +1,6 @@
 #include "arena_fill.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace reshard {
@@ -19,11 +20,26 @@ void FillPlanner::add_free(ChunkId chunk, uint64_t num_bytes) {
 bool FillPlanner::fill(uint64_t num_bytes, std::vector<size_t>* chosen) {
     uint64_t left = num_bytes;
     while (left > 0) {
-        if (take_free(left, chosen, &left) || take_fresh(chosen, &left) || break_one(left)) continue;
-        short_bytes_ = left;
-        return false;
+        const auto ideal = std::find_if(classes_.begin(), classes_.end(), [&](uint64_t size) { return size <= left; });
+        const auto larger = free_.upper_bound(*ideal);
+        if (has_ideal(ideal) || larger == free_.end()) {
+            if (take_free(left, chosen, &left) || take_fresh(chosen, &left)) continue;
+            short_bytes_ = left;
+            return false;
+        }
+        const bool is_small = *ideal < larger->first / kBreakRatio;
+        if (!(is_small && take_fresh(chosen, &left))) break_up(larger);
     }
     return true;
+}
+
+// Whether free chunks of the ideal class are there, or as many of the next one as make up for it.
+bool FillPlanner::has_ideal(std::vector<uint64_t>::const_iterator ideal) const {
+    if (free_.count(*ideal) > 0) return true;
+    const auto next = std::next(ideal);
+    if (next == classes_.end()) return false;
+    const auto found = free_.find(*next);
+    return found != free_.end() && found->second.size() >= *ideal / *next;
 }
 
 bool FillPlanner::take_free(uint64_t limit_bytes, std::vector<size_t>* chosen, uint64_t* left) {
@@ -49,37 +65,21 @@ bool FillPlanner::take_fresh(std::vector<size_t>* chosen, uint64_t* left) {
     return false;
 }
 
-// Every free chunk is larger than `left` here. Pieces of a chunk that is to be broken can be broken again.
-bool FillPlanner::break_one(uint64_t left) {
-    if (free_.empty()) return false;
-    auto smallest = free_.begin();
+// Into pieces of the next smaller class. A piece of a chunk that is to be broken anyway can be broken again.
+void FillPlanner::break_up(std::map<uint64_t, std::vector<size_t>>::iterator smallest) {
     const size_t victim_idx = smallest->second.back();
     const Piece victim = pieces_[victim_idx];
     smallest->second.pop_back();
     if (smallest->second.empty()) free_.erase(smallest);
     std::vector<size_t>& parts = broken_[victim.source];
-    if (victim.origin == Piece::Origin::kBroken) {
-        for (size_t& part : parts) {
-            if (part == victim_idx) part = parts.back();
-        }
-        parts.pop_back();
-    }
-    std::vector<uint64_t> sizes = split(left);
-    for (const uint64_t size : split(victim.num_bytes - left)) sizes.push_back(size);
-    for (const uint64_t size : sizes) {
+    if (victim.origin == Piece::Origin::kBroken) parts.erase(std::find(parts.begin(), parts.end(), victim_idx));
+    const uint64_t size =
+        *std::find_if(classes_.begin(), classes_.end(), [&](uint64_t c) { return c < victim.num_bytes; });
+    for (uint64_t made_bytes = 0; made_bytes < victim.num_bytes; made_bytes += size) {
         const size_t part = push({size, Piece::Origin::kBroken, victim.source});
         parts.push_back(part);
         free_[size].push_back(part);
     }
-    return true;
-}
-
-std::vector<uint64_t> FillPlanner::split(uint64_t num_bytes) const {
-    std::vector<uint64_t> sizes;
-    for (const uint64_t size : classes_) {
-        for (; num_bytes >= size; num_bytes -= size) sizes.push_back(size);
-    }
-    return sizes;
 }
 
 }  // namespace reshard

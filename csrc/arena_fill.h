@@ -19,11 +19,14 @@ struct Piece {
     ChunkId source;  // the chunk itself (existing), the chunk that is broken up (broken), or 0 (fresh)
 };
 
-// Fills demands one after the other out of free chunks, then fresh ones within `headroom_bytes`, then by breaking up
-// the smallest free chunk that is too large. Sizes are multiples of the smallest class. Largest pieces first, so that a
-// hand-over needs few driver calls.
+// Fills demands one after the other, with few and therefore large pieces, because a hand-over costs a driver call or
+// two for each. What is left of a demand calls for its ideal class, the largest that fits. In this order: a free chunk
+// of the ideal class, or of the next if there are enough; one that is too large, broken up (a fresh one instead where
+// the demand is below 1/kBreakRatio of it and the headroom allows); smaller free ones; fresh ones.
 class FillPlanner {
   public:
+    static constexpr uint64_t kBreakRatio = 32;
+
     // `classes`: descending, each a multiple of the next.
     FillPlanner(std::vector<uint64_t> classes, uint64_t headroom_bytes);
 
@@ -42,8 +45,8 @@ class FillPlanner {
   private:
     bool take_free(uint64_t limit_bytes, std::vector<size_t>* chosen, uint64_t* left);
     bool take_fresh(std::vector<size_t>* chosen, uint64_t* left);
-    bool break_one(uint64_t left);
-    std::vector<uint64_t> split(uint64_t num_bytes) const;
+    bool has_ideal(std::vector<uint64_t>::const_iterator ideal) const;
+    void break_up(std::map<uint64_t, std::vector<size_t>>::iterator smallest);
     size_t push(Piece piece);
 
     std::vector<uint64_t> classes_;

@@ -47,7 +47,7 @@ void* allocate(int slot_idx, ssize_t size, int device) {
         try {
             slot.arena->transition({}, {id});
         } catch (const Failure&) {
-            slot.arena->free(id);
+            slot.arena->free({id});
             throw;
         }
         const std::lock_guard lock(slot.mutex);
@@ -65,7 +65,7 @@ void deallocate(int slot_idx, void* pointer) {
     try {
         const auto id = slot.arena->region_at(reinterpret_cast<uint64_t>(pointer));
         if (!id) throw Failure(FailureKind::kArgument, "a segment was freed that the arena does not know");
-        slot.arena->free(*id);
+        slot.arena->free({*id});
         const std::lock_guard lock(slot.mutex);
         ++slot.info.num_frees;
     } catch (const Failure& failure) {
