@@ -1,6 +1,7 @@
-"""Memory that changes hands: ``Arena`` and its regions, sharing between processes, PyTorch's pool and offload on top."""
+"""Memory that changes hands: ``Arena`` and its regions, sharing between processes, PyTorch's pool, offload."""
 
 from reshard.arena.arena import Arena, ArenaRegion, RegionChoice
+from reshard.arena.channel import Channel, Credentials, Listener
 from reshard.arena.records import (
     CUDA_CHUNK_CLASSES,
     HOST_CHUNK_CLASSES,
@@ -9,6 +10,7 @@ from reshard.arena.records import (
     MappingMode,
     RegionState,
 )
+from reshard.arena.share import ImportedRegion, RegionShare, receive_region, send_region
 
 __all__ = [
     "CUDA_CHUNK_CLASSES",
@@ -16,8 +18,15 @@ __all__ = [
     "Arena",
     "ArenaRegion",
     "ArenaStats",
+    "Channel",
+    "Credentials",
     "HandoverReport",
+    "ImportedRegion",
+    "Listener",
     "MappingMode",
     "RegionChoice",
+    "RegionShare",
     "RegionState",
+    "receive_region",
+    "send_region",
 ]

@@ -1,13 +1,14 @@
 """The arena: physical memory that changes hands between regions of address space, and is not freed in between.
 
-Note "lifetimes". A region's address is fixed from ``reserve`` to ``free``, whatever its state, so tensors, captured CUDA
-graphs and registered pointers stay valid across any number of hand-overs; only the contents are undefined from the moment of
-release, and again until written after the region is backed. While a region is RELEASED nothing may touch it: with mappings
-dropped an access faults (on a GPU that ends the CUDA context), with mappings kept it hits another region's bytes. A tensor made
-by ``tensor()`` or ``torch.from_dlpack(region)`` keeps the arena's memory alive, and a region with such views can't be freed.
+Note "lifetimes". A region's address is fixed from ``reserve`` to ``free``, whatever its state, so tensors, captured
+CUDA graphs and registered pointers stay valid across any number of hand-overs; only the contents are undefined from the
+moment of release, and again until written after the region is backed. While a region is RELEASED nothing may touch it:
+with mappings dropped an access faults (on a GPU that ends the CUDA context), with mappings kept it hits another
+region's bytes. A tensor made by ``tensor()`` or ``torch.from_dlpack(region)`` keeps the arena's memory alive, and a
+region with such views can't be freed.
 
-Threads: every method may be called from any thread; two calls never overlap inside the arena. Devices: a hand-over on CUDA first
-waits for all work of the device's context, because the driver may unmap memory that a kernel still uses.
+Threads: every method may be called from any thread; two calls never overlap inside the arena. Devices: a hand-over on
+CUDA first waits for all work of the device's context, because the driver may unmap memory that a kernel still uses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RegionChoice: TypeAlias = "str | ArenaRegion | Iterable[ArenaRegion]"
 
 
 class ArenaRegion:
-    """A range of addresses of an arena, made by ``Arena.reserve``. Equal when it is the same region of the same arena."""
+    """A range of addresses of an arena, made by ``Arena.reserve``; equal to itself, however it was looked up."""
 
     __slots__ = ("_core", "address", "group", "id", "name", "num_bytes")
 
@@ -142,8 +143,8 @@ class Arena:
 
         Args:
             driver: the mechanism below, from ``reshard._C``.
-            chunk_classes: sizes of physical chunks in bytes, descending, each a multiple of the next and of the driver's
-                granularity. Regions are rounded up to the smallest.
+            chunk_classes: sizes of physical chunks in bytes, descending, each a multiple of the next and of the
+                driver's granularity. Regions are rounded up to the smallest.
             budget_bytes: most physical memory that the arena may hold; None for no limit but the device's.
             mappings: what becomes of a released region's mappings, see ``MappingMode``.
             poison: fill every region with 0xA5 when it is backed, and when it is released with mappings kept, so that a
@@ -254,13 +255,13 @@ class Arena:
         the device leaves no other way; neither happens once the same hand-overs repeat.
 
         Raises:
-            StateError: a region of ``from_`` is not BACKED or is shared with another process, or one of ``to`` is BACKED.
+            StateError: a region of ``from_`` is not BACKED or is shared with another process; one of ``to`` is BACKED.
             OutOfMemory: a budget or the device is too small.
             DeviceError: a driver call failed; its name and the driver's name of the error are in the message.
 
-        After any of these the arena is as it was: states, addresses, budgets, and the contents of ``from_``. One case is
-        different and named in the message: a region whose chunk had been broken up by then, or that could not be mapped
-        again, ends RELEASED.
+        After any of these the arena is as it was: states, addresses, budgets, and the contents of ``from_``. One case
+        is different and named in the message: a region whose chunk had been broken up by then, or that could not be
+        mapped again, ends RELEASED.
 
         """
         report = self._core.transition(self._ids(from_), self._ids(to))
@@ -346,7 +347,7 @@ class Arena:
     # ---- the end ----
 
     def close(self) -> None:
-        """Free every region and destroy every chunk. StateError, and nothing happens, where views or shares are left."""
+        """Free all regions and chunks. StateError, and nothing happens, where views or shares are left."""
         self._core.close()
 
     def __enter__(self) -> Self:

@@ -49,8 +49,9 @@ def as_tensor(
 ) -> torch.Tensor:
     """View ``source`` from ``offset_bytes`` on as a contiguous tensor; see ``ArenaRegion.tensor``."""
     import torch
+    import torch.utils.dlpack
 
-    whole = torch.from_dlpack(source)
+    whole = torch.utils.dlpack.from_dlpack(source)
     dtype = dtype or torch.uint8
     if not 0 <= offset_bytes <= source.num_bytes or offset_bytes % dtype.itemsize:
         raise ValueError(

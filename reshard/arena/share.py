@@ -1,0 +1,190 @@
+"""One region, two processes: the owner sends a region's chunks, the other maps the same physical pages.
+
+Note "who may do what with a shared region". The owner keeps the region BACKED while a share is out: releasing or
+freeing it is refused, because the other process would go on writing into memory that is someone else's by then. The
+other process closes its ImportedRegion, says so by whatever protocol the two have, and the owner ends the share. A
+process that dies gives its mapping up by dying; an owner that dies leaves the importer's mapping valid until it is
+closed. Neither side synchronises the other's work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from reshard import _C
+from reshard.arena import view
+from reshard.arena.arena import Arena, ArenaRegion
+from reshard.arena.channel import MAX_DESCRIPTORS, Channel, Credentials, Deadline
+from reshard.errors import DeviceError, StateError, TransportError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_CHUNKS: Final = 1 << 20
+_KINDS: Final = ("host", "cuda")
+
+
+class RegionShare:
+    """A region that another process has mapped; it pins the region until ``end``."""
+
+    def __init__(self, region: ArenaRegion, core: _C.ArenaCore, peer: Credentials) -> None:
+        """Made by ``send_region``."""
+        self.region = region
+        self.peer = peer
+        self._core: _C.ArenaCore | None = core
+
+    def end(self) -> None:
+        """Let the region go again, once the peer has closed its mapping or is dead. StateError the second time."""
+        if self._core is None:
+            raise StateError(f"the share of {self.region.name!r} with {self.peer} has ended already")
+        self._core.unpin(self.region.id)
+        self._core = None
+
+
+class ImportedRegion:
+    """Another process's region, mapped at an address of this one: the same pages, for as long as it is open."""
+
+    def __init__(self, core: _C.ImportedCore, *, name: str, device: int, peer: Credentials) -> None:
+        """Made by ``receive_region``."""
+        self._core = core
+        self.name = name
+        self.device = device
+        """CUDA ordinal of this process, or -1 for the host."""
+        self.peer = peer
+        self.address = core.address
+        self.num_bytes = core.num_bytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the memory is mapped."""
+        return self._core.is_open
+
+    def tensor(
+        self, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None, *, offset_bytes: int = 0
+    ) -> torch.Tensor:
+        """View it as a contiguous tensor; see ``ArenaRegion.tensor``."""
+        return view.as_tensor(self, dtype=dtype, shape=shape, offset_bytes=offset_bytes)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Export it as a one-dimensional uint8 tensor. No stream is waited for."""
+        del stream
+        view.check_dlpack_request(self.device, dl_device=dl_device, copy=copy)
+        return self._core.dlpack(max_version is not None and max_version[0] >= 1)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's device type and id."""
+        return view.dlpack_device(self.device)
+
+    def close(self) -> None:
+        """Unmap it. StateError where views are alive; nothing where it is closed already."""
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        """Return the region."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it; after an error it is left to the garbage collector, so that the error is not hidden."""
+        if error is None:
+            self.close()
+
+
+def send_region(channel: Channel, region: ArenaRegion, *, arena: Arena, timeout_s: float) -> RegionShare:
+    """Send a BACKED region to the peer and wait until it has mapped it.
+
+    Raises:
+        StateError: the region is not BACKED.
+        DeviceError: a chunk can't be exported, for example at the limit of open files.
+        PeerTimeout, TransportError: the peer did not map it; the region is not shared then.
+
+    """
+    deadline = Deadline(timeout_s)
+    core = arena.core
+    chunks = core.export_region(region.id)
+    try:
+        header: dict[str, object] = {
+            "name": region.name,
+            "memory": _KINDS[region.device >= 0],
+            "num_chunks": len(chunks),
+            "num_bytes": region.num_bytes,
+        }
+        what = f"{channel.peer} to map region {region.name!r}"
+        channel.send("region", header, timeout_s=deadline.remaining_s(what))
+        for start in range(0, len(chunks), MAX_DESCRIPTORS):
+            part = chunks[start : start + MAX_DESCRIPTORS]
+            body: dict[str, object] = {"chunk_bytes": [num_bytes for _, num_bytes in part]}
+            descriptors = [descriptor for descriptor, _ in part]
+            channel.send("chunks", body, descriptors=descriptors, timeout_s=deadline.remaining_s(what))
+        channel.receive("mapped", timeout_s=deadline.remaining_s(what))
+    except BaseException:
+        core.unpin(region.id)
+        raise
+    finally:
+        for descriptor, _ in chunks:
+            os.close(descriptor)
+    return RegionShare(region, core, channel.peer)
+
+
+def receive_region(channel: Channel, *, arena: Arena, timeout_s: float) -> ImportedRegion:
+    """Receive a region that the peer sends and map it; ``arena`` says on which device, its budget is not charged.
+
+    Raises:
+        PeerTimeout: the peer sent nothing, or not all, in time.
+        TransportError: the peer is gone, sent something else, or its memory is of another kind than ``arena``'s.
+        DeviceError, OutOfMemory: it can't be mapped here; the peer is told and raises TransportError.
+
+    """
+    deadline = Deadline(timeout_s)
+    what = f"a region from {channel.peer}"
+    descriptors: list[int] = []
+    try:
+        header, unexpected = channel.receive("region", timeout_s=deadline.remaining_s(what))
+        descriptors += unexpected
+        name, num_chunks = _check_header(header, arena, channel.peer)
+        chunk_bytes: list[int] = []
+        while len(chunk_bytes) < num_chunks:
+            body, received = channel.receive("chunks", timeout_s=deadline.remaining_s(what))
+            descriptors += received
+            chunk_bytes += _check_chunks(body, len(received), channel.peer)
+        core = _C.ImportedCore(arena.driver, descriptors, chunk_bytes)
+    except (TransportError, DeviceError, MemoryError, ValueError) as error:
+        channel.send_error(f"{type(error).__name__}: {error}", timeout_s=1.0)
+        if isinstance(error, ValueError):
+            raise TransportError(f"{channel.peer} sent chunks that can't be mapped: {error}") from error
+        raise
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    channel.send("mapped", {}, timeout_s=deadline.remaining_s(what))
+    return ImportedRegion(core, name=name, device=arena.device, peer=channel.peer)
+
+
+def _check_header(header: dict[str, object], arena: Arena, peer: Credentials) -> tuple[str, int]:
+    match header:
+        case {"name": str(name), "memory": str(memory), "num_chunks": int(num_chunks)} if 0 < num_chunks <= _MAX_CHUNKS:
+            pass
+        case _:
+            raise TransportError(f"{peer} announced a region in a way that can't be read: {header}")
+    if memory != _KINDS[arena.device >= 0]:
+        raise TransportError(
+            f"region {name!r} of {peer} is {memory} memory, the arena to receive it is {_KINDS[arena.device >= 0]}"
+        )
+    return name, num_chunks
+
+
+def _check_chunks(body: dict[str, object], num_descriptors: int, peer: Credentials) -> list[int]:
+    sizes = body.get("chunk_bytes")
+    if not isinstance(sizes, list) or len(sizes) != num_descriptors or num_descriptors == 0:
+        raise TransportError(f"{peer} sent {num_descriptors} descriptors for the chunks {sizes}")
+    return [int(size) for size in sizes]
