@@ -14,18 +14,24 @@ if TYPE_CHECKING:
     from reshard.plan import Plan as Plan
     from reshard.planner import make_plan as make_plan
     from reshard.region import Region as Region
+    from reshard.resharder import Resharder as Resharder
     from reshard.topology import Tier as Tier
     from reshard.topology import Topology as Topology
+    from reshard.transports.collective import CollectiveTransport as CollectiveTransport
+    from reshard.transports.local import LocalTransport as LocalTransport
 
 _MODULE_OF = {
     "Address": "layout",
+    "CollectiveTransport": "transports.collective",
     "Copy": "plan",
     "DType": "dtype",
     "Holding": "layout",
     "Layout": "layout",
+    "LocalTransport": "transports.local",
     "Mesh": "mesh",
     "Plan": "plan",
     "Region": "region",
+    "Resharder": "resharder",
     "TensorSpec": "layout",
     "Tier": "topology",
     "Topology": "topology",

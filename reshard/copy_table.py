@@ -29,6 +29,7 @@ COLUMN_TYPES: dict[str, str] = {
     "dst_offset": "<i8",
     "dst_strides": "<i8",
     "dst_dtype": "|u1",
+    "wire_dtype": "|u1",
 }
 WIDE_COLUMNS = frozenset({"start", "stop", "src_strides", "dst_strides"})
 
@@ -58,6 +59,7 @@ class CopyTable:
     dst_offset: IntArray
     dst_strides: IntArray
     dst_dtype: ByteArray
+    wire_dtype: ByteArray
 
     def __post_init__(self) -> None:
         for column, array in self.columns().items():
@@ -84,6 +86,7 @@ class CopyTable:
             "dst_offset": self.dst_offset,
             "dst_strides": self.dst_strides,
             "dst_dtype": self.dst_dtype,
+            "wire_dtype": self.wire_dtype,
         }
 
     @property
@@ -107,9 +110,8 @@ class CopyTable:
 
     @property
     def moved_bytes(self) -> IntArray:
-        """Bytes per copy that cross from rank to rank, of the smaller of both types; 0 for local copies."""
-        itemsize = np.minimum(ITEMSIZES[self.src_dtype], ITEMSIZES[self.dst_dtype])
-        moved: IntArray = self.numel * itemsize * (self.src_rank != self.dst_rank)
+        """Bytes per copy that cross from rank to rank, of the wire type; 0 for local copies."""
+        moved: IntArray = self.numel * ITEMSIZES[self.wire_dtype] * (self.src_rank != self.dst_rank)
         return moved
 
     def digest(self) -> str:

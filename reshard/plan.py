@@ -33,7 +33,8 @@ class Copy:
     ``src`` is an address in the source Layout of ``src_rank`` when ``hop`` is 0. A copy with ``hop`` 1 or more passes
     on what arrived earlier: ``src`` is then an address in the *destination* Layout of ``src_rank``, written by a copy
     of a smaller ``hop``, so copies run in order of ``hop``. ``is_alias`` says that both addresses are the same bytes:
-    nothing to do.
+    nothing to do. ``wire`` is the type in which elements cross between ranks, the smaller of the first source's and the
+    destination's; a copy that passes on widened elements can narrow them to it again without loss.
     """
 
     region: Region
@@ -41,6 +42,7 @@ class Copy:
     dst_rank: int
     src: Address
     dst: Address
+    wire: DType
     hop: int = 0
     is_alias: bool = False
 
@@ -66,10 +68,8 @@ class Copy:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross from rank to rank: of the smaller type, as a shrinking cast is the sender's; 0 when
-        local.
-        """
-        return 0 if self.is_local else self.region.numel * min(self.src.dtype.itemsize, self.dst.dtype.itemsize)
+        """Bytes that cross from rank to rank, in the wire type; 0 when local."""
+        return 0 if self.is_local else self.region.numel * self.wire.itemsize
 
 
 class Copies(Sequence[Copy]):
@@ -275,6 +275,7 @@ def _copy(table: CopyTable, row: int) -> Copy:
             table.dst_strides[row, :ndim],
             table.dst_dtype[row],
         ),
+        wire=DType.from_code(int(table.wire_dtype[row])),
         hop=int(table.hop[row]),
         is_alias=bool(table.alias[row]),
     )

@@ -46,7 +46,9 @@ class TableBuilder:
         if (copies.hop > 0).any():
             passed_on = _addresses(destination, destinations, copies, np.where(copies.hop > 0, copies.src, 0))
             src = _choose(copies.hop > 0, passed_on, src)
-        self._parts.append(_columns(first_name + copies.tensor, copies, src, dst, self._aliases(copies, src, dst)))
+        aliases = self._aliases(copies, src, dst)
+        first_dtype = int(source.dtypes[0])
+        self._parts.append(_columns(first_name + copies.tensor, copies, src, dst, aliases, first_dtype))
 
     def _storage_table(self, storages: Sequence[Sequence[str]]) -> IntArray:
         """Storage numbers per tensor and slot."""
@@ -99,8 +101,9 @@ def _choose(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], yes: _Address
 
 
 def _columns(
-    name_idx: IntArray, copies: ClassCopies, src: _Addresses, dst: _Addresses, alias: IntArray
+    name_idx: IntArray, copies: ClassCopies, src: _Addresses, dst: _Addresses, alias: IntArray, first_dtype: int
 ) -> dict[str, IntArray]:
+    narrow = ITEMSIZES[first_dtype] < ITEMSIZES[dst.dtype]
     return {
         "name_idx": name_idx,
         "ndim": np.full(len(name_idx), copies.start.shape[1], np.int64),
@@ -118,6 +121,7 @@ def _columns(
         "dst_offset": dst.offset,
         "dst_strides": dst.strides,
         "dst_dtype": dst.dtype,
+        "wire_dtype": np.where(narrow, first_dtype, dst.dtype),
     }
 
 
