@@ -39,8 +39,13 @@ class Chat:
         """
         texts = [self._render(row) for row in rows]
         ids = self._tokenize([text for text, _ in texts])
-        headers = {header: self._tokenize([header])[0] for header in {header for _, header in texts}}
-        return [self._join(row_ids, headers[header]) for row_ids, (_, header) in zip(ids, texts, strict=True)]
+        adds_bos = self._tokenizer_adds_bos()
+        joined = [self._with_one_bos(row_ids, adds_bos=adds_bos) for row_ids in ids]
+        headers = {header: self._tokenize([header])[0] for header in {header for _, header in texts if header}}
+        return [
+            Encoded(row_ids, self._num_header_tokens(row_ids, header, headers.get(header, [])), has_bos=has_bos)
+            for (row_ids, has_bos), (_, header) in zip(joined, texts, strict=True)
+        ]
 
     def _render(self, row: Row) -> tuple[str, str]:
         """The prompt's text and, of its end, the text that opens the assistant's turn."""
@@ -83,17 +88,24 @@ class Chat:
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
-    def _join(self, ids: list[int], header: list[int]) -> Encoded:
+    def _with_one_bos(self, ids: list[int], *, adds_bos: bool) -> tuple[list[int], bool]:
+        """The ids with one BOS where there were several or the tokenizer adds it; and whether they begin with one."""
         bos = self.tokenizer.bos_token_id
         num_bos = 0
         while bos is not None and num_bos < len(ids) and ids[num_bos] == bos:
             num_bos += 1
-        if num_bos > 1:
-            ids = ids[num_bos - 1 :]
-        elif num_bos == 0 and self._tokenizer_adds_bos():
-            ids = [bos, *ids]
-        num_header = len(header) if header and ids[-len(header) :] == header else 0
-        return Encoded(ids, num_header, has_bos=num_bos > 0 or (bool(ids) and ids[0] == bos))
+        if num_bos == 0 and adds_bos:
+            return [bos, *ids], True
+        return ids[max(0, num_bos - 1) :], num_bos > 0
+
+    def _num_header_tokens(self, ids: list[int], header: str, header_ids: list[int]) -> int:
+        """How many ids at the end hold the header; ``header_ids`` are its own, but it may begin inside a token."""
+        if ids[-len(header_ids) :] == header_ids or not header.strip():
+            return len(header_ids)
+        num_tokens = 1
+        while num_tokens < len(ids) and header.strip() not in self.tokenizer.decode(ids[-num_tokens:]):
+            num_tokens += 1
+        return num_tokens
 
     def _tokenizer_adds_bos(self) -> bool:
         bos = self.tokenizer.bos_token_id

@@ -1,6 +1,6 @@
 """Rows: what one line of training data says, whatever file or task generator it comes from."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,20 +82,19 @@ def _rows_of(name: str, spec: DataSpec, *, first_index: int) -> list[Row]:
     return rows
 
 
-def _check_columns(records: Iterable[Record], spec: DataSpec, where: str) -> None:
-    first = next(iter(records), None)
-    if first is None:
+def _check_columns(records: Sequence[Record], spec: DataSpec, where: str) -> None:
+    if not records:
         return
     needed = [("data.answer_key", spec.answer_key)]
     if spec.prompt_template is None:
         needed.insert(0, ("data.prompt_key", spec.prompt_key))
-    missing = [(option, key) for option, key in needed if not _has(first, key)]
+    missing = [(option, key) for option, key in needed if not any(_has(record, key) for record in records)]
     if missing:
         columns = " and ".join(f"{key!r}" for _, key in needed)
         options = ", ".join(f"{option}=NAME (now {key})" for option, key in missing)
         raise InputError(
             f"{where}: missing column {', '.join(repr(key) for _, key in missing)}; needed are {columns}, the file has "
-            f"{', '.join(sorted(first))}. Rename it, or say which column to use: {options}"
+            f"{', '.join(sorted(records[0]))}. Rename it, or say which column to use: {options}"
         )
 
 
@@ -134,7 +133,7 @@ def _to_row(record: Record, spec: DataSpec, where: str, index: int) -> Row:
         extra_info=extra_info,
         index=index,
         ability=None if ability is None else str(ability),
-        tools=list(tools) if tools else None,
+        tools=_without_nulls(tools) if tools else None,
     )
 
 
@@ -170,13 +169,19 @@ def _checked_prompt(value: Any, key: str, place: str) -> str | list[Message]:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value and all(_is_message(message) for message in value):
-        # Columns of structs come back with every key that any row has; null means absent.
         return [{name: item for name, item in message.items() if item is not None} for message in value]
     shown = repr(value)
     raise InputError(
         f"{place}: column {key!r} must hold text or a list of messages with 'role' and 'content', "
         f"got {type(value).__name__} {shown[:80]}; correct or drop the row, or set data.prompt_key"
     )
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without its null keys: columns of structs come back with every key that any row has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_message(value: Any) -> bool:

@@ -37,9 +37,9 @@ class _BuiltIn:
 
 _BUILT_IN = {
     "gsm8k": _BuiltIn(module="algos.rewards.gsm8k", function="gsm8k"),
-    "math": _BuiltIn(module="algos.rewards.math_answers", function="math", needs="math_verify", timeout_s=5.0),
+    "math": _BuiltIn(module="algos.rewards.math_answers", function="math", needs="math_verify", timeout_s=10.0),
     "reasoning_gym": _BuiltIn(
-        module="algos.rewards.tasks", function="reasoning_gym", needs="reasoning_gym", timeout_s=5.0
+        module="algos.rewards.tasks", function="reasoning_gym", needs="reasoning_gym", timeout_s=10.0
     ),
 }
 
@@ -84,6 +84,11 @@ def load_function(spec: str) -> RewardFunction:
         InputError: as `load_reward`.
     """
     return _import_function(spec, _parse(spec))
+
+
+def is_built_in(spec: str) -> bool:
+    """Whether a spec names one of this package's rewards."""
+    return spec.partition(":")[0] in _BUILT_IN
 
 
 def _parse(spec: str) -> _Spec:

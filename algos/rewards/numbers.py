@@ -6,11 +6,12 @@ from fractions import Fraction
 
 MARKER = "####"
 
-# What may stand between a marker or a sign and its number: blanks, markdown, currency, TeX's $ \$ \( { and a box.
-_DECORATION = r"(?:[\s*_`~$€£¥({\[]|\\[$(\[{!,]|\\boxed|\\text\w*)*"
+# What may stand between a marker or a sign and its number: blanks, markdown, currency, TeX's $ \$ \( { and a box. It
+# never gives back what it took (*+), so that the search stays linear in any text.
+_DECORATION = r"(?:[\s*_`~$€£¥({\[]|\\[$(\[{!,]|\\boxed|\\text\w*+)*+"
 # Digits with or without thousands commas, decimals, an exponent or a denominator; never a part of a longer number.
 _DIGITS = (
-    r"(?P<digits>(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2})?)"
+    r"(?P<digits>(?:(?:\d{1,3}(?:,\d{3}){1,12}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2})?)"
     r"(?:/(?P<denominator>[1-9]\d*))?"
     r"(?![\d^/]|[.,]\d|[eE]\d|(?:st|nd|rd|th)\b)"
 )

@@ -19,6 +19,7 @@ import numpy as np
 from algos.rewards.base import Outcome, Sample
 
 _START_DEADLINE_S = 120.0
+_EXIT_DEADLINE_S = 5.0
 _READ_BYTES = 1 << 16
 
 OnTimeout = Literal["zero", "unscored"]
@@ -160,7 +161,9 @@ class WorkerReward:
             else:
                 outcomes[worker.job_idx], worker.job_idx = Outcome(**reply), None
         if has_ended:
-            self._give_up(worker, outcomes, f"ended with exit status {worker.process.wait()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_EXIT_DEADLINE_S)
+            self._give_up(worker, outcomes, f"ended with exit status {worker.process.poll()}")
 
     def _give_up(self, worker: _Worker, outcomes: dict[int, Outcome | None], what: str) -> None:
         self._workers.remove(worker)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from algos.rewards.base import RewardFunction, Sample, call
-from algos.rewards.load import load_function
+from algos.rewards.load import is_built_in, load_function
 
 _ALARM_GRACE_S = 5.0
 
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str]) -> None:
     function = load_function(spec)
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    if is_built_in(spec):  # what a first call loads must not count against a sample's deadline
+        call(function, Sample(data_source="", response="\\boxed{1}", ground_truth="1"))
     replies.write('{"ready": true}\n')
     for line in sys.stdin:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -174,6 +174,19 @@ def test_an_empty_folder_and_no_file_at_all(tmp_path):
         load_rows([])
 
 
+def test_null_keys_of_other_rows_are_absent_from_tools(tmp_path):
+    tools = [[{"name": "f", "args": {"x": "int"}}], [{"name": "g", "args": {"y": "str"}}], None]
+    rows = [{**verl_row(idx), "tools": tools[idx]} for idx in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [r.tools for r in load_rows(str(tmp_path / "a.parquet"))] == tools
+
+
+def test_a_column_that_only_later_rows_have_is_there(tmp_path):
+    lines = [{"prompt": "a", "reward_model": {}}, {"prompt": "b", "reward_model": {"ground_truth": "7"}}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    assert [r.ground_truth for r in load_rows(str(tmp_path / "a.jsonl"))] == [None, "7"]
+
+
 ADDITION = (
     "reasoning_gym:basic_arithmetic:min_terms=2:max_terms=2:min_digits=1:max_digits=2:operators=+"
     ":allow_parentheses=false:size=6:seed=3"

@@ -117,6 +117,16 @@ def test_j6_cutting_keeps_bos_and_the_assistants_header(truncation, expected):
     assert len(dataset[0].ids) == 8
 
 
+def test_j6_a_header_that_begins_inside_a_token_is_kept_whole():
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("abrx")} | {"br": 4}, merges=[("b", "r")]))
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}rx{% endif %}"
+    (whole,) = Chat(tokenizer=tokenizer).encode([row("aaab")])
+    assert (whole.ids, whole.num_header) == ([0, 0, 0, 4, 3], 2)
+    assert PromptDataset([row("aaab")], tokenizer, max_prompt_length=3, truncation="right")[0].ids == [0, 4, 3]
+
+
 @given(st.text(max_size=40), st.integers(3, 50), st.sampled_from(["left", "right", "middle"]))
 def test_j6_for_any_text_and_limit(text, limit, truncation):
     tokenizer = make_tokenizer("<s>" + TURNS + HEADER, bos=True)
