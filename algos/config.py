@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 T = TypeVar("T")
+KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 CRITIC_FREE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -62,7 +63,7 @@ class ModelConfig:
 
     path: str = key("", "folder of a Hugging Face model, or the id of one that is in the local cache")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass to save memory")
-    use_remove_padding: bool = key(True, "pack samples without padding; this backend always does")
+    use_remove_padding: bool = key(True, "pack samples without padding; false pads, for attention that can't be packed")
     trust_remote_code: bool = key(False, "refused when true: code from a model folder is never run")
 
 
@@ -75,7 +76,7 @@ class OptimConfig:
     betas: tuple[float, ...] = key((0.9, 0.999), "AdamW's two decay rates")
     lr_warmup_steps: int = key(-1, "optimizer steps of linear warm-up; -1 means lr_warmup_steps_ratio", at_least=-1)
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all optimizer steps", at_least=0, at_most=1)
-    lr_scheduler_type: str = key("constant", "schedule after the warm-up", choices=("constant", "cosine"))
+    lr_scheduler_type: str = key("constant", "schedule after the warm-up", choices=("constant", "linear", "cosine"))
     min_lr_ratio: float = key(0.0, "where cosine ends, as a share of lr", at_least=0, at_most=1)
 
 
@@ -113,6 +114,11 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = key(
         None, "samples per micro-batch; empty means as many as fit actor.ppo_max_token_len_per_gpu", at_least=1
     )
+    compute_dtype: str = key(
+        "auto",
+        "precision of matrix products; weights stay fp32; auto is bfloat16 on a GPU and float32 on a CPU",
+        choices=("auto", "float32", "bfloat16"),
+    )
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by a number of samples")
     ppo_max_token_len_per_gpu: int = key(16384, "most tokens (prompt and response) of a micro-batch", at_least=1)
     ppo_epochs: int = key(1, "passes over the samples of a step", at_least=1)
@@ -133,7 +139,7 @@ class ActorConfig:
     use_kl_loss: bool = key(False, "add KL(policy, reference) to the loss")
     kl_loss_coef: float = key(0.001, "weight of that KL", at_least=0)
     kl_loss_type: str = key(
-        "low_var_kl", "its estimator", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+")
+        "low_var_kl", "its estimator; + has the gradient of k2", choices=(*KL, *(f"{name}+" for name in KL))
     )
     grad_clip: float = key(1.0, "largest norm of the gradient", above=0)
     tensor_model_parallel_size: int = key(1, "tensor-parallel size t of training", at_least=1)
@@ -213,7 +219,7 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation (false is Dr. GRPO)")
     use_kl_in_reward: bool = key(False, "subtract KL(policy, reference) from the reward")
     gamma: float = key(1.0, "discount of later tokens, for reinforce_plus_plus", above=0, at_most=1)
-    kl_penalty: str = key("kl", "its estimator", choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
+    kl_penalty: str = key("kl", "its estimator", choices=KL)
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
 
 

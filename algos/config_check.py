@@ -16,7 +16,6 @@ from algos.errors import InputError
 VERL_MINI_BATCH_PROMPTS = 256
 UNGROUPED = ("reinforce_plus_plus",)
 NO_EFFECT = {
-    "model.use_remove_padding": True,
     "actor.tensor_model_parallel_size": 1,
     "actor.pipeline_model_parallel_size": 1,
     "actor.fsdp_config.param_offload": False,
@@ -24,6 +23,7 @@ NO_EFFECT = {
     "rollout.name": "torch",
     "rollout.tensor_model_parallel_size": 1,
     "rollout.pipeline_model_parallel_size": 1,
+    "rollout.log_prob_micro_batch_size_per_gpu": None,
     "rollout.gpu_memory_utilization": None,
     "ref.fsdp_config.param_offload": False,
     "trainer.n_gpus_per_node": 1,

@@ -24,7 +24,7 @@ from algos.config import Config
 from algos.config_check import notices
 from algos.config_load import Loaded, load_config, to_yaml
 from algos.data import Prompt
-from algos.engines import Engines, make_engines
+from algos.engines import Engines, make_engines, updates_per_step
 from algos.kl import kl_estimate, make_kl_controller, mean_kl, rewards_with_kl
 from algos.metrics import Row
 from algos.policy_loss import PolicyLoss
@@ -89,9 +89,8 @@ class Grpo:
         self._kl_control = make_kl_controller(
             control.type, coefficient=control.kl_coef, target=control.target_kl, horizon=control.horizon
         )
-        actor, prompts = self._config.actor, self._config.data.train_batch_size
-        self._num_mini_batches = prompts // (actor.ppo_mini_batch_size or prompts)
-        self._on_policy = actor.ppo_epochs * self._num_mini_batches == 1
+        self._num_updates = updates_per_step(self._config)
+        self._on_policy = self._num_updates == 1
 
     def step(self, step: int) -> tuple[Row, list[dict[str, Any]]]:
         """Do step number ``step`` (from 1); return its numbers and some of its samples."""
@@ -239,9 +238,7 @@ class Grpo:
                 num_ref_tokens = int((mini_batch["loss_mask"] & mini_batch["ref_known"].unsqueeze(-1)).sum())
             loss = PolicyLoss(actor=self._config.actor, on_policy=self._on_policy, num_ref_tokens=num_ref_tokens)
             rows.append(self._engines.train.update(mini_batch, loss, temperature=self._config.rollout.temperature))
-        names = {name: None for row in rows for name in row}
-        found = {name: [row[name] for row in rows if name in row] for name in names}
-        return {name: sum(values) / len(values) for name, values in found.items()}
+        return _mean_of_updates(rows)
 
     def _mini_batches(self, batch: TensorDict, step: int) -> Iterator[torch.Tensor]:
         """Yield the sample indices of each mini-batch: whole prompts, each in every epoch once."""
@@ -251,8 +248,18 @@ class Grpo:
         for _ in range(self._config.actor.ppo_epochs):
             shuffled = self._config.actor.shuffle
             order = torch.randperm(num_prompts, generator=generator) if shuffled else torch.arange(num_prompts)
-            for part in order.chunk(self._num_mini_batches):
+            for part in order.chunk(self._num_updates // self._config.actor.ppo_epochs):
                 yield by_prompt[part].flatten()
+
+
+def _mean_of_updates(rows: Sequence[Row]) -> Row:
+    """Mean of each number over the updates that have it; the last learning rate; the engine's own behind ``actor/``."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name if "/" in name else f"actor/{name}", []).append(value)
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return means | {name: values[-1] for name, values in found.items() if name == "actor/lr"}
 
 
 if __name__ == "__main__":
