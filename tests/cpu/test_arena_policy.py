@@ -1,0 +1,92 @@
+"""The arena's books against a model: any sequence of operations, budgets exact, contents of BACKED regions intact."""
+
+import resource
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from reshard import _C
+from reshard.arena import Arena, ArenaRegion
+from reshard.errors import OutOfMemory
+
+PAGE = resource.getpagesize()
+BUDGET_PAGES = 60
+
+
+class ArenaModel(RuleBasedStateMachine):
+    """Keeps for each region whether it is backed and which label its first and last word of each page hold."""
+
+    arena: Arena
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: dict[ArenaRegion, int | None] = {}
+        self.serial = 0
+
+    @initialize(mode=st.sampled_from(["drop", "keep"]), ratio=st.sampled_from([2, 3, 4]), poison=st.booleans())
+    def start(self, mode, ratio, poison) -> None:
+        classes = tuple(PAGE * ratio**power for power in (3, 2, 1, 0))
+        self.arena = Arena(
+            _C.host_driver(), chunk_classes=classes, budget_bytes=BUDGET_PAGES * PAGE, mappings=mode, poison=poison
+        )
+
+    @rule(pages=st.integers(1, 40))
+    def reserve(self, pages) -> None:
+        self.serial += 1
+        self.labels[self.arena.reserve(f"region{self.serial}", pages * PAGE)] = None
+
+    @rule(data=st.data())
+    def hand_over(self, data) -> None:
+        backed = [region for region, label in self.labels.items() if label is not None]
+        idle = [region for region, label in self.labels.items() if label is None]
+        leaving = data.draw(st.lists(st.sampled_from(backed), unique=True) if backed else st.just([]))
+        coming = data.draw(st.lists(st.sampled_from(idle), unique=True) if idle else st.just([]))
+        staying = [region for region in backed if region not in leaving]
+        wanted_bytes = sum(region.num_bytes for region in (*staying, *coming))
+        if coming and wanted_bytes > BUDGET_PAGES * PAGE:
+            with pytest.raises(OutOfMemory):
+                self.arena.handover(leaving, coming)
+            return
+        self.arena.handover(leaving, coming)
+        for region in leaving:
+            self.labels[region] = None
+        for region in coming:
+            self.serial += 1
+            self.labels[region] = self.serial
+            self.edges(region)[:] = self.serial
+
+    @rule(data=st.data())
+    def free(self, data) -> None:
+        if self.labels:
+            region = data.draw(st.sampled_from(list(self.labels)))
+            self.arena.free(region)
+            del self.labels[region]
+
+    @rule(keep=st.integers(0, 40))
+    def trim(self, keep) -> None:
+        self.arena.trim(keep_free_bytes=keep * PAGE)
+
+    @invariant()
+    def books_and_contents_agree(self) -> None:
+        assert self.arena.core.check() == ""
+        stats = self.arena.stats
+        backed = [region for region, label in self.labels.items() if label is not None]
+        assert stats.backed_bytes == sum(region.num_bytes for region in backed)
+        assert stats.created_bytes == stats.backed_bytes + stats.free_bytes <= BUDGET_PAGES * PAGE
+        for region in backed:
+            assert bool((self.edges(region) == self.labels[region]).all()), f"{region} lost its contents"
+
+    @staticmethod
+    def edges(region: ArenaRegion) -> np.ndarray:
+        return np.from_dlpack(region).view(np.int64).reshape(-1, PAGE // 8)[:, :: PAGE // 8 - 1]
+
+    def teardown(self) -> None:
+        if "arena" in self.__dict__:
+            self.arena.close()
+
+
+TestArenaModel = ArenaModel.TestCase
+TestArenaModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
