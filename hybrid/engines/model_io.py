@@ -47,7 +47,10 @@ def named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return how many positions the model's config allows a sequence to have, or None where it sets no limit."""
-    limit = model.config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
+    try:
+        limit = model.config.get_text_config(decoder=True).max_position_embeddings
+    except AttributeError:
+        return None
     return int(limit) if limit else None
 
 
