@@ -17,17 +17,18 @@ class ResourceSpec:
     Attributes:
         num_workers: places in the pool; a worker group fills each with one worker.
         cpus_per_worker: CPU cores that each place reserves.
-        gpus_per_worker: GPUs that each place reserves; all groups of the pool share them.
+        gpus_per_worker: GPUs that each place reserves; all groups of the pool share them. Above 1, `max_groups` must
+            be 1.
         max_groups: worker groups that may live in the pool at once (colocation); each worker gets 1/max_groups of its
             place in the cluster's books, while it sees the whole GPU.
-        workers_per_node: places that must lie together on one node; 0 leaves the placement free.
+        one_node: whether all places must lie on one node.
     """
 
     num_workers: int
     cpus_per_worker: float = 1.0
     gpus_per_worker: float = 0.0
     max_groups: int = 4
-    workers_per_node: int = 0
+    one_node: bool = False
 
     def __post_init__(self) -> None:
         """Refuse demands that no pool can meet."""
@@ -40,8 +41,11 @@ class ResourceSpec:
                 f"a pool needs cpus_per_worker > 0 and gpus_per_worker >= 0, got {self.cpus_per_worker} "
                 f"and {self.gpus_per_worker}"
             )
-        if self.workers_per_node < 0 or (self.workers_per_node and self.num_workers % self.workers_per_node):
-            raise ValueError(f"{self.num_workers} workers don't divide into nodes of {self.workers_per_node}")
+        if self.gpus_per_worker > 1 and self.max_groups > 1:
+            raise ValueError(
+                f"workers with {self.gpus_per_worker:g} GPUs each can't share them with other groups: use max_groups=1 "
+                f"(got {self.max_groups}), or one GPU per worker"
+            )
 
     @property
     def worker_demand(self) -> dict[str, float]:
@@ -51,10 +55,10 @@ class ResourceSpec:
 
     @property
     def bundles(self) -> tuple[dict[str, float], ...]:
-        """Demands that must each fit one node whole."""
-        together = self.workers_per_node or 1
-        bundle = {name: amount * together for name, amount in self.worker_demand.items()}
-        return tuple(dict(bundle) for _ in range(self.num_workers // together))
+        """Demands that must each fit one node whole: one per place, or a single one for all."""
+        if self.one_node:
+            return ({name: amount * self.num_workers for name, amount in self.worker_demand.items()},)
+        return tuple(self.worker_demand for _ in range(self.num_workers))
 
 
 def check_fit(bundles: Sequence[Resources], nodes: Sequence[Resources]) -> tuple[int, ...]:

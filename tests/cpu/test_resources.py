@@ -39,8 +39,8 @@ def test_no_node_at_all() -> None:
 
 
 def test_a_spec_makes_its_bundles() -> None:
-    spec = ResourceSpec(num_workers=4, cpus_per_worker=2, gpus_per_worker=1, workers_per_node=2)
-    assert spec.bundles == ({"CPU": 4.0, "GPU": 2.0},) * 2
+    spec = ResourceSpec(num_workers=4, cpus_per_worker=2, gpus_per_worker=1, one_node=True)
+    assert spec.bundles == ({"CPU": 8.0, "GPU": 4.0},)
     assert ResourceSpec(num_workers=3).bundles == ({"CPU": 1.0},) * 3
 
 
@@ -49,5 +49,5 @@ def test_impossible_specs_are_refused() -> None:
         ResourceSpec(num_workers=0)
     with pytest.raises(ValueError, match="cpus_per_worker > 0"):
         ResourceSpec(num_workers=1, cpus_per_worker=0)
-    with pytest.raises(ValueError, match="5 workers don't divide into nodes of 2"):
-        ResourceSpec(num_workers=5, workers_per_node=2)
+    with pytest.raises(ValueError, match="2 GPUs each can't share them with other groups: use max_groups=1"):
+        ResourceSpec(num_workers=1, gpus_per_worker=2)
