@@ -64,6 +64,11 @@ def make_batch(
     for name, values in given.items():
         if len(values) != num_rows:
             raise ValueError(f"Expected {num_rows} {name}, one for each prompt, but got {len(values)}.")
+    for i, (response, numbers) in enumerate(zip(responses, log_probs, strict=True)):
+        if len(response) != len(numbers):
+            raise ValueError(
+                f"Expected as many, but row {i} has {len(response)} response tokens and {len(numbers)} log-probs."
+            )
     fields = {
         "prompt_ids": pad_rows(prompts, dtype=torch.int64, value=pad_token_id),
         "prompt_len": torch.tensor([len(row) for row in prompts], dtype=torch.int64),

@@ -7,6 +7,7 @@ losses share the mini-batch's denominators, so the gradient does not depend on t
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,9 @@ class TorchTrainEngine:
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
     """Turn gradient checkpointing on; the layers go into training mode, which it asks for, without dropout."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():  # newer releases rename this call, and keep it until Transformers 6
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
