@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from reshard.topology import Topology as Topology
     from reshard.transports.collective import CollectiveTransport as CollectiveTransport
     from reshard.transports.local import LocalTransport as LocalTransport
+    from reshard.transports.peer import PeerTransport as PeerTransport
 
 _MODULE_OF = {
     "Address": "layout",
@@ -29,6 +30,7 @@ _MODULE_OF = {
     "Layout": "layout",
     "LocalTransport": "transports.local",
     "Mesh": "mesh",
+    "PeerTransport": "transports.peer",
     "Plan": "plan",
     "Region": "region",
     "Resharder": "resharder",

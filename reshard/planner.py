@@ -17,6 +17,7 @@ from reshard.plan import Plan, PlanInputs
 from reshard.plan_names import Casts, Pair, check_dtypes, expand_casts, match_names
 from reshard.planner_class import BoolArray, plan_class
 from reshard.planner_floor import FloorCounter
+from reshard.planner_hazards import check_no_hazards
 from reshard.planner_sides import GeometryCache, Places, Side
 from reshard.planner_table import TableBuilder
 from reshard.topology import Topology
@@ -87,6 +88,8 @@ def _plan(inputs: PlanInputs) -> Plan:
     by_node = FloorCounter(places.node) if scope is None and places.fan_out else None
     _Planner(places, scope, builder, by_rank, by_node).run(classes)
     table = builder.finish()
+    if builder.same_memory:
+        check_no_hazards(table)
     covered = all_ranks if scope is None else np.flatnonzero(scope)
     return Plan(inputs, table, _certificate(table, covered, places, by_rank, by_node))
 

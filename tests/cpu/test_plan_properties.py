@@ -1,0 +1,94 @@
+"""The planner's promise, on random pairs of layouts, against the brute-force oracle."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from reshard import Plan, make_plan
+from reshard.plan_io import plan_from_bytes, plan_from_json, plan_to_bytes, plan_to_json
+from reshard.plan_oracle import faults_of
+
+_SPEC = importlib.util.spec_from_file_location("plan_cases", Path(__file__).parents[1] / "plan_cases.py")
+plan_cases = importlib.util.module_from_spec(_SPEC)
+sys.modules["plan_cases"] = plan_cases
+_SPEC.loader.exec_module(plan_cases)
+
+# Seeds don't shrink to anything simpler, so a failing pair is reported as it was found, by its size and seed.
+relaxed = settings(
+    max_examples=700,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+brief = settings(relaxed, max_examples=40)
+
+
+def plan_of(case) -> Plan:
+    return make_plan(case.source, case.destination, topology=case.topology)
+
+
+@relaxed
+@given(plan_cases.cases())
+def test_labelled_elements_arrive_exactly_once_at_the_floor_from_the_nearest(case):
+    assert faults_of(plan_of(case)) == []
+
+
+@brief
+@given(plan_cases.cases())
+def test_a_rank_alone_plans_exactly_its_part_of_the_whole(case):
+    whole = plan_of(case)
+    for rank in whole.scope:
+        alone = make_plan(case.source, case.destination, topology=case.topology, ranks=[rank])
+        assert list(alone.copies) == list(whole.copies_of(rank))
+        assert alone.digest == whole.digest
+        assert alone.certificate.floor_bytes(rank) == whole.certificate.floor_bytes(rank) == whole.received_bytes(rank)
+
+
+@brief
+@given(plan_cases.cases())
+def test_inverse_makes_the_source_true_again(case):
+    plan = plan_of(case)
+    held = {c for n in case.destination.specs for h in case.destination.holders(n) for c in [(n, h.region)]}
+    dtypes = {h.address.dtype for n in case.destination.specs for h in case.destination.holders(n)}
+    covered = all(any(r.numel == s.numel for m, r in held if m == n) for n, s in case.destination.specs.items())
+    if covered and len(dtypes) == 1:
+        assert faults_of(plan.inverse()) == []
+        assert plan.inverse().inverse() == plan
+
+
+@brief
+@given(plan_cases.cases(), st.sampled_from([(plan_to_bytes, plan_from_bytes), (plan_to_json, plan_from_json)]))
+def test_stored_plans_come_back_equal(case, form):
+    plan = plan_of(case)
+    write, read = form
+    again = read(write(plan))
+    assert again == plan and again.digest == plan.digest and again.content_digest == plan.content_digest
+    assert list(again.copies) == list(plan.copies)
+    assert again.certificate == plan.certificate
+    assert str(again) == str(plan) and again.explain() == plan.explain()
+
+
+@brief
+@given(plan_cases.cases())
+def test_equal_inputs_give_equal_plans_and_other_inputs_other_digests(case):
+    first, second = plan_of(case), plan_of(case)
+    assert first == second and hash(first) == hash(second)
+    assert make_plan(case.source, case.destination, topology=case.topology, allow_casts=_all_floats()) == first
+    assert make_plan(case.destination, case.destination, allow_casts=_all_floats()).digest != first.digest or (
+        case.source == case.destination
+    )
+
+
+def _all_floats():
+    return [(a, b) for a in plan_cases.FLOATS for b in plan_cases.FLOATS if a is not b]
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=300)
+@given(plan_cases.cases(max_size=10))
+def test_many_larger_pairs(case):
+    assert faults_of(plan_of(case)) == []
