@@ -50,6 +50,7 @@ void* allocate(int slot_idx, ssize_t size, int device) {
             slot.arena->free({id});
             throw;
         }
+        slot.arena->views(id)->fetch_add(1);  // PyTorch's hold: nobody else can free the region
         const std::lock_guard lock(slot.mutex);
         ++slot.info.num_allocs;
         return reinterpret_cast<void*>(slot.arena->info(id).address);
@@ -65,6 +66,7 @@ void deallocate(int slot_idx, void* pointer) {
     try {
         const auto id = slot.arena->region_at(reinterpret_cast<uint64_t>(pointer));
         if (!id) throw Failure(FailureKind::kArgument, "a segment was freed that the arena does not know");
+        slot.arena->views(*id)->fetch_sub(1);
         slot.arena->free({*id});
         const std::lock_guard lock(slot.mutex);
         ++slot.info.num_frees;

@@ -1,7 +1,8 @@
 """Packets, file descriptors and deadlines between two processes of one host and one user, over a Unix socket.
 
 Every wait ends by its deadline with PeerTimeout; a peer that dies ends it at once with TransportError. Nothing received
-is executed or unpickled: a packet is a fixed header and JSON."""
+is executed or unpickled: a packet is a fixed header and JSON.
+"""
 
 from __future__ import annotations
 

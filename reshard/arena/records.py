@@ -9,12 +9,14 @@ from typing import Literal
 MappingMode = Literal["drop", "keep"]
 """What happens to a region's mappings when it is released: ``drop`` unmaps them, so that a stray access faults;
 ``keep`` leaves them, so that backing the region again costs no driver call, and a stray access reads or destroys the
-bytes of whoever owns the memory by then."""
+bytes of whoever owns the memory by then.
+"""
 
 MIB = 1 << 20
 CUDA_CHUNK_CLASSES = tuple(MIB << power for power in range(10, 0, -1))
 """1 GiB down to 2 MiB by halves. Mapping costs about the same for a chunk of any size, so large ones come first; halves
-keep the number of chunks of any size small (one per set bit of its size in 2 MiB units)."""
+keep the number of chunks of any size small (one per set bit of its size in 2 MiB units).
+"""
 HOST_CHUNK_CLASSES = (64 * MIB, 16 * MIB, 4 * MIB, MIB, MIB // 4, MIB // 16)
 """64 MiB down to 64 KiB by fours. Each host chunk holds one file descriptor."""
 

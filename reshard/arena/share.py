@@ -4,7 +4,8 @@ Note "who may do what with a shared region". The owner keeps the region BACKED w
 freeing it is refused, because the other process would go on writing into memory that is someone else's by then. The
 other process closes its ImportedRegion, says so by whatever protocol the two have, and the owner ends the share. A
 process that dies gives its mapping up by dying; an owner that dies leaves the importer's mapping valid until it is
-closed. Neither side synchronises the other's work."""
+closed. Neither side synchronises the other's work.
+"""
 
 from __future__ import annotations
 
