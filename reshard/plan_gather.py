@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.copy_table import ITEMSIZES, CopyTable
 from reshard.pattern import IntArray
@@ -44,8 +45,8 @@ def find_gathers(plan: Plan) -> tuple[Gather, ...]:
 
 def _arrivals(table: CopyTable) -> Iterator[IntArray]:
     """Rows of one tensor and destination rank, by box, for every pair of those."""
-    boxes: list[IntArray] = [table.start[:, dim] for dim in reversed(range(table.start.shape[1]))]
-    order = np.lexsort([*boxes, table.dst_rank, table.name_idx])
+    keys: list[npt.NDArray[np.signedinteger]] = [table.start[:, dim] for dim in reversed(range(table.start.shape[1]))]
+    order = np.lexsort([*keys, table.dst_rank, table.name_idx])
     if not len(order):
         return
     name, rank = table.name_idx[order], table.dst_rank[order]

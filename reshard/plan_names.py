@@ -50,18 +50,21 @@ def match_names(source: Layout, destination: Layout, *, ignore: Sequence[str]) -
     return pairs
 
 
-def check_dtypes(pairs: Sequence[Pair], casts: frozenset[tuple[DType, DType]]) -> None:
-    """PlanError when replicas of a source tensor differ in dtype, or a dtype change is not allowed."""
-    conflicts, refused = [], []
-    for pair in pairs:
-        held = [DType.from_code(code) for code in np.unique(pair.source.pattern.dtypes).tolist()]
-        wanted = [DType.from_code(code) for code in np.unique(pair.destination.pattern.dtypes).tolist()]
-        name = pair.destination.spec.name
+def check_dtypes(groups: Sequence[Sequence[Pair]], casts: frozenset[tuple[DType, DType]]) -> None:
+    """PlanError when replicas of a source tensor differ in dtype, or a dtype change is not allowed.
+
+    The pairs of one group have equal patterns.
+    """
+    conflicts: list[str] = []
+    refused: list[str] = []
+    for group in groups:
+        held = [DType.from_code(code) for code in np.unique(group[0].source.pattern.dtypes).tolist()]
+        wanted = [DType.from_code(code) for code in np.unique(group[0].destination.pattern.dtypes).tolist()]
         if len(held) > 1:
-            conflicts.append(f"{pair.source.spec.name} ({', '.join(dtype.value for dtype in held)})")
-        refused += [
-            f"{name} ({a.value} to {b.value})" for a in held for b in wanted if a is not b and (a, b) not in casts
-        ]
+            told = ", ".join(dtype.value for dtype in held)
+            conflicts += [f"{pair.source.spec.name} ({told})" for pair in group]
+        for a, b in ((a, b) for a in held for b in wanted if a is not b and (a, b) not in casts):
+            refused += [f"{pair.destination.spec.name} ({a.value} to {b.value})" for pair in group]
     if conflicts:
         raise PlanError(f"source replicas conflict in dtype: {_some(conflicts)}; which one is the truth is not known")
     if refused:

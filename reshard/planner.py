@@ -81,7 +81,7 @@ def _plan(inputs: PlanInputs) -> Plan:
     scope = _scope(inputs.ranks, all_ranks)
     pairs = match_names(source, destination, ignore=inputs.ignore)
     classes = _classes(pairs, scope)
-    check_dtypes([pair for group in classes for pair in group.pairs[:1]], inputs.casts)
+    check_dtypes([group.pairs for group in classes], inputs.casts)
     places = Places.of(inputs.topology, all_ranks)
     builder = TableBuilder(same_memory=source.memory is not None and source.memory == destination.memory)
     by_rank = FloorCounter(np.arange(places.num_ranks))

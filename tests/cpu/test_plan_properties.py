@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from reshard import Plan, make_plan
+from reshard import DType, Plan, make_plan
 from reshard.plan_io import plan_from_bytes, plan_from_json, plan_to_bytes, plan_to_json
 from reshard.plan_oracle import faults_of
 
@@ -78,9 +78,13 @@ def test_equal_inputs_give_equal_plans_and_other_inputs_other_digests(case):
     first, second = plan_of(case), plan_of(case)
     assert first == second and hash(first) == hash(second)
     assert make_plan(case.source, case.destination, topology=case.topology, allow_casts=_all_floats()) == first
-    assert make_plan(case.destination, case.destination, allow_casts=_all_floats()).digest != first.digest or (
-        case.source == case.destination
+    wider = make_plan(
+        case.source,
+        case.destination,
+        topology=case.topology,
+        allow_casts=[*_all_floats(), (DType.INT8, DType.INT32)],
     )
+    assert wider.digest != first.digest and wider.content_digest == first.content_digest
 
 
 def _all_floats():
