@@ -125,7 +125,7 @@ def ninja_file(target: Path, cuda: CudaToolkit | None) -> str:
     ]
     sources = sorted(CSRC.glob("*.cpp"))
     if cuda:
-        device = [*common, *cuda.gencode, "-lineinfo", "--expt-relaxed-constexpr"]
+        device = [*common, *cuda.gencode, "-lineinfo", "--threads=0"]
         device += [f"-ccbin {shlex.split(compiler)[0]}", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
         lines += ["rule nvcc", "  depfile = $out.d", "  deps = gcc", "  description = nvcc $in"]
         lines += [f"  command = {cuda.nvcc} -MMD -MF $out.d {' '.join(device)} -c $in -o $out"]

@@ -1,11 +1,17 @@
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
 #include "bindings.h"
 #include "copy_host.h"
 #include "copy_table.h"
+#include "copy_tiles.h"
+#ifdef RESHARD_CUDA_KERNELS
+#include "copy_device.h"
+#endif
 
 namespace py = pybind11;
 
@@ -51,6 +57,55 @@ std::optional<py::tuple> find_overlap_of(const py::buffer& buffer) {
     return py::make_tuple(overlap->first, overlap->second, overlap->with_source);
 }
 
+TilePlan plan_of(Table table, const TileOptions& options) {
+    check_records(table);
+    std::vector<std::uint32_t> order(table.size());
+    std::iota(order.begin(), order.end(), 0u);
+    TilePlan plan{{}, {}, options};
+    add_tiles(plan, table, order);
+    return plan;
+}
+
+void run_tiles_on_host_of(const py::buffer& buffer, std::uint32_t tile_vectors, bool wide_casts) {
+    const TableView view(buffer);
+    run_tiles_on_host(plan_of(view.table(), {tile_vectors, wide_casts}));
+}
+
+std::vector<std::uint64_t> checksum_tiles_on_host_of(const py::buffer& buffer, bool of_destination) {
+    const TableView view(buffer);
+    return checksum_tiles_on_host(plan_of(view.table(), {}), view.table().size(), of_destination);
+}
+
+#ifdef RESHARD_CUDA_KERNELS
+std::unique_ptr<DeviceTable> make_device_table(const py::buffer& buffer, int device, std::uint32_t tile_vectors,
+                                               bool wide_casts, int vectors_in_flight, int blocks_per_sm,
+                                               std::uint64_t copy_engine_min_bytes) {
+    const TableView view(buffer);
+    py::gil_scoped_release release;
+    const DeviceOptions options{
+        device, {tile_vectors, wide_casts}, vectors_in_flight, blocks_per_sm, copy_engine_min_bytes};
+    return std::make_unique<DeviceTable>(view.table(), options);
+}
+
+void bind_device_table(py::module_& module) {
+    const DeviceOptions defaults;
+    py::class_<DeviceTable>(module, "DeviceTable")
+        .def(py::init(&make_device_table), py::arg("table"), py::kw_only(), py::arg("device") = defaults.device,
+             py::arg("tile_vectors") = defaults.tiles.tile_vectors, py::arg("wide_casts") = defaults.tiles.wide_casts,
+             py::arg("vectors_in_flight") = defaults.vectors_in_flight,
+             py::arg("blocks_per_sm") = defaults.blocks_per_sm,
+             py::arg("copy_engine_min_bytes") = defaults.copy_engine_min_bytes)
+        .def("launch", &DeviceTable::launch, py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+        .def("launch_checksum", &DeviceTable::launch_checksum, py::arg("stream"), py::arg("sums"), py::kw_only(),
+             py::arg("of_destination"), py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("device", &DeviceTable::device)
+        .def_property_readonly("num_records", &DeviceTable::num_records)
+        .def_property_readonly("num_tiles", &DeviceTable::num_tiles)
+        .def_property_readonly("num_launches", &DeviceTable::num_launches)
+        .def_property_readonly("device_bytes", &DeviceTable::device_bytes);
+}
+#endif
+
 }  // namespace
 
 void bind_copy(py::module_& module) {
@@ -60,6 +115,14 @@ void bind_copy(py::module_& module) {
     module.def("copy_host", &copy_host_of, py::arg("table"), py::arg("num_threads") = 0);
     module.def("checksum_host", &checksum_host_of, py::arg("table"), py::kw_only(), py::arg("of_destination"),
                py::arg("num_threads") = 0);
+    const TileOptions defaults;
+    module.def("_run_tiles_on_host", &run_tiles_on_host_of, py::arg("table"), py::kw_only(),
+               py::arg("tile_vectors") = defaults.tile_vectors, py::arg("wide_casts") = defaults.wide_casts);
+    module.def("_checksum_tiles_on_host", &checksum_tiles_on_host_of, py::arg("table"), py::kw_only(),
+               py::arg("of_destination"));
+#ifdef RESHARD_CUDA_KERNELS
+    bind_device_table(module);
+#endif
 }
 
 }  // namespace reshard

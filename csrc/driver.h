@@ -92,6 +92,7 @@ struct Uuid {
     X(primary_ctx_retain, cuDevicePrimaryCtxRetain, (Context * context, Device device))                            \
     X(primary_ctx_release, cuDevicePrimaryCtxRelease_v2, (Device device))                                          \
     X(ctx_get_current, cuCtxGetCurrent, (Context * context))                                                       \
+    X(ctx_get_device, cuCtxGetDevice, (Device * device))                                                           \
     X(ctx_set_current, cuCtxSetCurrent, (Context context))                                                         \
     X(ctx_push_current, cuCtxPushCurrent_v2, (Context context))                                                    \
     X(ctx_pop_current, cuCtxPopCurrent_v2, (Context * context))                                                    \

@@ -38,6 +38,80 @@ def checksum_host(table: CopyTable, *, of_destination: bool, num_threads: int = 
     Both are equal after a copy; equal for the same elements in the same row-major order, whatever their strides.
     """
 
+def _run_tiles_on_host(table: CopyTable, *, tile_vectors: int = 4096, wide_casts: bool = False) -> None:
+    """Run ``table`` on host memory by the device's own cutting and index arithmetic, slowly. For tests."""
+
+def _checksum_tiles_on_host(table: CopyTable, *, of_destination: bool) -> list[int]:
+    """Return the checksums of ``table`` on host memory as the device computes them. For tests."""
+
+class DeviceTable:
+    """A copy table on a CUDA device: planned and uploaded once, launched any number of times. Where CUDA_KERNELS only.
+
+    Sources and destinations are memory that the device can address: its own, a peer's that is mapped, or pinned host
+    memory. A cast needs elements aligned to their own size. Dropping the last reference frees the device memory;
+    wait for queued launches first.
+    """
+
+    def __init__(
+        self,
+        table: CopyTable,
+        *,
+        device: int = -1,
+        tile_vectors: int = 4096,
+        wide_casts: bool = False,
+        vectors_in_flight: int = 4,
+        blocks_per_sm: int = 0,
+        copy_engine_min_bytes: int = 0,
+    ) -> None:
+        """Check, plan and upload ``table``. Blocks; not inside a graph capture.
+
+        Args:
+            table: what to copy; addresses are kept, memory is borrowed.
+            device: CUDA ordinal; -1 is the device of the calling thread's current context.
+            tile_vectors: vectors (mostly 16 bytes) that a thread block takes at a time.
+            wide_casts: eight elements a thread and step for float32 to a 16-bit type, instead of four.
+            vectors_in_flight: loads that each thread issues before its first store, 4 or 8.
+            blocks_per_sm: thread blocks per multiprocessor, 0 for as many as fit.
+            copy_engine_min_bytes: plain contiguous copies of so many bytes or more are cudaMemcpyBatchAsync calls, on
+                the copy engines, instead of part of the kernel; 0 for none.
+
+        Raises:
+            ValueError: a malformed record or option.
+            RuntimeError: no driver, or a CUDA call failed; the message has CUDA's error.
+        """
+
+    def launch(self, stream: int) -> None:
+        """Queue one run on ``stream`` (a raw cudaStream_t of this device). Neither blocks nor allocates; capturable."""
+
+    def launch_checksum(self, stream: int, sums: int, *, of_destination: bool) -> None:
+        """Queue the 64-bit checksums of all records, as ``checksum_host`` defines them; capturable.
+
+        Args:
+            stream: raw cudaStream_t of this device.
+            sums: address of ``num_records`` 8-byte words that the device can write; they are overwritten.
+            of_destination: of the destinations as they are, or of what a run would write there.
+        """
+
+    @property
+    def device(self) -> int:
+        """CUDA ordinal of the device that runs the table."""
+
+    @property
+    def num_records(self) -> int:
+        """Records in the table."""
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that they were cut into."""
+
+    @property
+    def num_launches(self) -> int:
+        """Kernel launches and batched copy calls of one run: 0, 1 or 2."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the table holds."""
+
 # Arena (csrc/arena_bindings.cpp). Everything here releases the GIL and is safe from any thread. OutOfMemory, StateError and
 # DeviceError are those of reshard.errors; a DeviceError has the call and the driver's own name of the error in its message.
 
@@ -197,3 +271,15 @@ def claim_torch_slot(arena: ArenaCore, group: str) -> int:
 
 def torch_slot_info(slot: int) -> TorchSlotInfo:
     """Counts of a slot and why its last failing call failed."""
+
+def counter_load(address: int) -> int:
+    """Value of the 4-byte counter at `address` (shared memory, multiple of 4); acquires what its writer wrote before."""
+
+def counter_store(address: int, value: int) -> None:
+    """Store into a counter, releasing this thread's earlier writes, and wake whoever waits for it in any process."""
+
+def counters_wait(addresses: list[int], target: int, seconds: float) -> int:
+    """Wait until every counter is at least `target`; -1 then, else the position of the first that was not in time.
+
+    `seconds` is the limit for all of them together. Releases the GIL.
+    """
