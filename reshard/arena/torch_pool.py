@@ -11,7 +11,8 @@ Note "segments". PyTorch's allocator takes segments from the pool's allocator, o
 them. A segment in which no block is live (idle) can give its memory up while nothing allocates from the pool; its
 address stays, so it is usable at once after ``resume``. Contents of idle segments are lost, and blocks that a captured
 CUDA graph of the trainer uses count as free once their tensors are gone: replay such a graph only while the pool is
-backed, and let it write what it reads.
+backed, and let it write what it reads. Workspaces that a library such as cuBLAS allocates inside ``use`` at its first
+call stay live in the pool for the life of the process.
 """
 
 from __future__ import annotations
@@ -146,3 +147,4 @@ class TrainerPool:
         if self._pool is not None and self.released_regions():
             self.resume()
         self._pool = None
+        torch.cuda.empty_cache()
