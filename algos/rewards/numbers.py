@@ -16,7 +16,7 @@ _DIGITS = (
     r"(?![\d^/]|[.,]\d|[eE]\d|(?:st|nd|rd|th)\b)"
 )
 # A sign counts only where a number begins: in "7-4" the minus is an operator. "H2" and "2nd" are words.
-_SIGN = r"(?:(?<![\w.)])(?P<sign>[-+])[$€£¥]?|[$€£¥](?P<inner>[-+]))?"
+_SIGN = r"(?:(?<!\))(?P<sign>[-+])[$€£¥]?|[$€£¥](?P<inner>[-+]))?"
 _NUMBER = re.compile(rf"(?<![\w./^]){_SIGN}{_DIGITS}")
 _MARKED = re.compile(rf"(?<!#){MARKER}(?!#){_DECORATION}(?P<sign>[-+])?{_DECORATION}{_DIGITS}")
 _WHOLE = re.compile(rf"\s*(?P<sign>[-+])?{_DIGITS}\s*")

@@ -157,7 +157,8 @@ def _uses_numbers(answer: str, numbers: list[int], target: int) -> bool:
     """Whether an expression of + - * / uses exactly these numbers, as often as given, and equals the target."""
     try:
         tree = ast.parse(answer.strip(), mode="eval").body
-        used = sorted(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        used = sorted(value for value in constants if isinstance(value, int))
         return used == sorted(numbers) and _evaluate(tree) == target
     except (SyntaxError, ValueError, TypeError, ZeroDivisionError, MemoryError, RecursionError):
         return False

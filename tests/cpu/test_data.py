@@ -206,6 +206,8 @@ def test_a_task_spec_makes_rows_and_survives_shell_and_yaml():
     assert load_rows(ADDITION)[0].prompt.startswith("Calculate ")
     assert [r.prompt for r in load_rows(ADDITION)] == [r.prompt for r in load_rows(ADDITION)]
     assert len(load_rows(DataSpec(files=(ADDITION, ADDITION), max_rows=8))) == 8
+    without_seed = ADDITION.removesuffix(":seed=3")
+    assert [r.prompt for r in load_rows(without_seed)] == [r.prompt for r in load_rows(without_seed + ":seed=0")]
 
 
 @pytest.mark.parametrize(

@@ -99,22 +99,20 @@ def test_j1_the_length_filter_counts_the_tool_schema():
     assert dataset.num_filtered == 1
 
 
-BODY = "<user>0123456789</s>"  # 12 tokens, and one more for BOS and for the header
-
-
 @pytest.mark.parametrize(
-    ("truncation", "expected"),
+    ("truncation", "limit", "expected"),
     [
-        ("left", "<s>56789</s><assistant>"),
-        ("right", "<s><user>01234<assistant>"),
-        ("middle", "<s><user>0189</s><assistant>"),
+        ("left", 8, "<s>56789</s><assistant>"),
+        ("right", 8, "<s><user>01234<assistant>"),
+        ("middle", 8, "<s><user>0189</s><assistant>"),
+        ("middle", 9, "<s><user>01289</s><assistant>"),
     ],
 )
-def test_j6_cutting_keeps_bos_and_the_assistants_header(truncation, expected):
+def test_j6_cutting_keeps_bos_and_the_assistants_header(truncation, limit, expected):
     tokenizer = make_tokenizer("<s>" + TURNS + HEADER, bos=True)
-    dataset = PromptDataset([row("0123456789")], tokenizer, max_prompt_length=8, truncation=truncation)
+    dataset = PromptDataset([row("0123456789")], tokenizer, max_prompt_length=limit, truncation=truncation)
     assert texts(dataset) == [expected]
-    assert len(dataset[0].ids) == 8
+    assert len(dataset[0].ids) == limit
 
 
 def test_j6_a_header_that_begins_inside_a_token_is_kept_whole():
@@ -149,7 +147,7 @@ def test_overlong_prompts_are_errors_by_default():
 
 def test_every_prompt_overlong_says_the_longest_and_the_limit():
     with pytest.raises(InputError) as caught:
-        PromptDataset([row("0" * 9), row("0" * 20)], make_tokenizer(), max_prompt_length=8, filter_overlong=True)
+        PromptDataset([row("0" * 20), row("0" * 9)], make_tokenizer(), max_prompt_length=8, filter_overlong=True)
     assert str(caught.value) == (
         "all 2 prompts are longer than data.max_prompt_length=8 tokens (the longest has 23); raise the limit or choose "
         "other data"

@@ -46,6 +46,7 @@ def accuracy(response, gold, **options):
         pytest.param("#### 3/4", "0.75", id="fraction"),
         pytest.param("7 - 4 = 3", "3", id="minus_between_numbers"),
         pytest.param("7-4", "4", id="an_operator_is_no_sign"),
+        pytest.param("f(3)-4", "4", id="an_operator_after_a_parenthesis"),
         pytest.param("we use H2O, 5 cups, on the 2nd", "5", id="digits_inside_words"),
     ],
 )
@@ -62,6 +63,7 @@ def test_gsm8k_reads_the_answer(response, gold):
         pytest.param("#### 3/4", "3", id="a_numerator_is_not_the_answer"),
         pytest.param("#### 1,2345", "12345", id="no_thousands_comma"),
         pytest.param("2^10", "10", id="an_exponent_is_not_the_answer"),
+        pytest.param("2^10", "2", id="nor_is_its_base"),
         pytest.param("", "0", id="an_empty_response_is_not_zero"),
         pytest.param("1 2 3 4 5 6", "3", id="holding_the_answer_among_others"),
         pytest.param("9" * 100_000, "9", id="endless_digits"),
@@ -187,6 +189,8 @@ def test_overlong_penalty_of_dapo():
     scores = manager.score([row("")], ["four tokens long indeed"], [4])
     assert scores.scores.tolist() == [-0.5]
     assert scores.metrics["overlong_penalty"] == -1.0
+    unscored = RewardManager(InlineReward(lambda **_: None), overlong=penalty).score([row("")], ["x"], [100])
+    assert (unscored.scores.tolist(), unscored.metrics) == ([0.0], {"num_unscored": 1.0})
     with pytest.raises(ValueError, match="needs the lengths of all 1 responses, in tokens"):
         manager.score([row("")], ["x"])
     with pytest.raises(InputError, match="1 to max_response_length=4 tokens, got 5"):
