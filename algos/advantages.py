@@ -113,7 +113,11 @@ class AdvantageOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Advantages:
-    """Both float32 [B, R]: advantages for the policy, returns as the critic's target (or for the record)."""
+    """Both float32 [B, R]: advantages for the policy, returns as the critic's target (or for the record).
+
+    Samples that are unscored have 0 in both. That makes no policy gradient, but 0 is no target for a critic: leave such
+    rows out of the value loss's mask.
+    """
 
     advantages: torch.Tensor
     returns: torch.Tensor

@@ -191,10 +191,16 @@ class PendingCall:
         self._join = join
         self._timeout_s = timeout_s
         self._open = set(tickets)
+        self._is_taken = False
         self._messages: dict[int, Message] = {}
 
     def result(self, *, timeout_s: float | None = None) -> Any:
-        """Wait for every rank and return the joined result; errors as in `WorkerGroup.call`."""
+        """Wait for every rank and return the joined result; errors as in `WorkerGroup.call`. Ask once."""
+        if self._is_taken:
+            raise GroupStuck(
+                f"the result of {self._group.name}.{self._method} was taken already; keep what it returned"
+            )
+        self._is_taken = True
         self._wait(self._timeout_s if timeout_s is None else timeout_s)
         failures = [message for message in self._messages.values() if isinstance(message, Failure)]
         silent = sorted(ticket.rank for ticket in self._open)

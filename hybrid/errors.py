@@ -44,4 +44,4 @@ class WorkerTimeout(HybridError, TimeoutError):
 
 
 class GroupStuck(HybridError, RuntimeError):
-    """A worker group was used after a call on it never came back, or after its shutdown."""
+    """A worker group or call can't be used any more: a call never came back, a shutdown, a result taken twice."""

@@ -149,16 +149,16 @@ def _chunk_backward(
     grad_log_probs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient with respect to `scaled`, [rows, V]: p (-g - g_H (l + H)), and g more at the target."""
+    """Gradient with respect to `scaled`, [rows, V]: -g (p - onehot) - g_H p (l + H)."""
+    column, at_target = -grad_log_probs.unsqueeze(-1), targets.unsqueeze(-1)
+    minus_one = scaled.new_full((), -1.0).expand_as(at_target)
+    if entropy is None or grad_entropy is None:
+        return torch.softmax(scaled, dim=-1).scatter_add_(-1, at_target, minus_one).mul_(column)
     log_p = torch.log_softmax(scaled, dim=-1)
     p = log_p.exp()
-    column = grad_log_probs.unsqueeze(-1)
-    if entropy is None or grad_entropy is None:
-        p.mul_(-column)
-    else:
-        spread = log_p.clamp_(min=_LOG_P_FLOOR).add_(entropy.unsqueeze(-1))
-        p.mul_(spread.mul_(-grad_entropy.unsqueeze(-1)).sub_(column))
-    return p.scatter_add_(-1, targets.unsqueeze(-1), column)
+    spread = log_p.clamp_(min=_LOG_P_FLOOR).add_(entropy.unsqueeze(-1)).mul_(p)
+    p.scatter_add_(-1, at_target, minus_one).mul_(column)
+    return p.sub_(spread.mul_(grad_entropy.unsqueeze(-1)))
 
 
 class _FromLogits(torch.autograd.Function):
@@ -187,7 +187,7 @@ class _FromLogits(torch.autograd.Function):
         logits, targets, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 6
-        grad = _or_zeros(grad_log_probs, grad_entropy)
+        grad, grad_entropy = _per_logit(grad_log_probs, grad_entropy, ctx.temperature)
         out = logits.detach() if ctx.consume_logits else torch.empty_like(logits)
         for start in range(0, logits.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
@@ -195,7 +195,7 @@ class _FromLogits(torch.autograd.Function):
             grad_scaled = _chunk_backward(
                 scaled, targets[chunk], _part(entropy, chunk), grad[chunk], _part(grad_entropy, chunk)
             )
-            out[chunk] = grad_scaled.div_(ctx.temperature)
+            out[chunk] = grad_scaled
         return out, None, None, None, None, None
 
 
@@ -225,7 +225,7 @@ class _FromHidden(torch.autograd.Function):
         hidden, weight, targets, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 6
-        grad = _or_zeros(grad_log_probs, grad_entropy)
+        grad, grad_entropy = _per_logit(grad_log_probs, grad_entropy, ctx.temperature)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -236,7 +236,7 @@ class _FromHidden(torch.autograd.Function):
             grad_scaled = _chunk_backward(
                 scaled, targets[chunk], _part(entropy, chunk), grad[chunk], _part(grad_entropy, chunk)
             )
-            grad_logits = grad_scaled.div_(ctx.temperature).to(weight.dtype)
+            grad_logits = grad_scaled.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = grad_logits @ weight
             if grad_weight is not None:
@@ -245,15 +245,20 @@ class _FromHidden(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-    outputs: tuple[torch.Tensor, torch.Tensor | None] = function.apply(*inputs)  # type: ignore[no-untyped-call]
+    outputs: tuple[torch.Tensor, torch.Tensor | None] = function.apply(*inputs)
     return outputs
 
 
-def _or_zeros(grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> torch.Tensor:
+def _per_logit(
+    grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Divide both gradients by T, which the logits were divided by; zeros where log-probs got none."""
+    if grad_entropy is not None:
+        grad_entropy = grad_entropy / temperature
     if grad_log_probs is not None:
-        return grad_log_probs
+        return grad_log_probs / temperature, grad_entropy
     assert grad_entropy is not None
-    return torch.zeros_like(grad_entropy)
+    return torch.zeros_like(grad_entropy), grad_entropy
 
 
 def _part(values: torch.Tensor | None, chunk: slice) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ class RayPool(ResourcePool):
         demands = [self.spec.worker_demand] * self.spec.num_workers
         group: PlacementGroup = placement_group(demands, strategy="STRICT_PACK" if self.spec.one_node else "PACK")
         if not group.wait(timeout_seconds=timeout_s):
-            free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+            free: dict[str, float] = ray.available_resources()
             remove_placement_group(group)
             asked = {name: amount * self.spec.num_workers for name, amount in self.spec.worker_demand.items()}
             lacks = ", ".join(f"{name} asked {asked[name]:g}, free {free.get(name, 0.0):g}" for name in asked)
@@ -190,7 +190,7 @@ class _RayHost:
         self._host: WorkerHost | None = None
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
-        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        address: str = ray.util.get_node_ip_address()
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_seconds(timeout_s))
         return address, self._store.port
 
@@ -230,7 +230,7 @@ def _connect() -> bool:
 
 
 def _node_resources() -> list[dict[str, float]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes: list[dict[str, Any]] = ray.nodes()
     return [node["Resources"] for node in nodes if node["Alive"]]
 
 

@@ -190,6 +190,8 @@ def test_calls_can_be_in_flight_together_and_be_read_in_any_order(pool: InlinePo
         first, second = group.submit(Adder.add, rows(0, 0)), group.submit(Adder.add, rows(100, 100))
         assert second.result()["x"].tolist() == [110, 111]
         assert first.result()["x"].tolist() == [10, 11]
+        with pytest.raises(GroupStuck, match=r"the result of Adder.add was taken already"):
+            first.result()
 
 
 def test_phases_of_workers_come_back_below_the_callers_phase(pool: InlinePool) -> None:
