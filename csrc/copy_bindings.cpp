@@ -66,14 +66,18 @@ TilePlan plan_of(Table table, const TileOptions& options) {
     return plan;
 }
 
-void run_tiles_on_host_of(const py::buffer& buffer, std::uint32_t tile_vectors, bool wide_casts) {
+void run_tiles_on_host_of(const py::buffer& buffer, std::uint32_t tile_vectors, bool wide_casts,
+                          std::uint32_t max_vectors) {
     const TableView view(buffer);
-    run_tiles_on_host(plan_of(view.table(), {tile_vectors, wide_casts}));
+    run_tiles_on_host(plan_of(view.table(), {tile_vectors, wide_casts, max_vectors}));
 }
 
-std::vector<std::uint64_t> checksum_tiles_on_host_of(const py::buffer& buffer, bool of_destination) {
+std::vector<std::uint64_t> checksum_tiles_on_host_of(const py::buffer& buffer, bool of_destination,
+                                                     std::uint32_t max_vectors) {
     const TableView view(buffer);
-    return checksum_tiles_on_host(plan_of(view.table(), {}), view.table().size(), of_destination);
+    TileOptions options;
+    options.max_vectors = max_vectors;
+    return checksum_tiles_on_host(plan_of(view.table(), options), view.table().size(), of_destination);
 }
 
 #ifdef RESHARD_CUDA_KERNELS
@@ -117,9 +121,10 @@ void bind_copy(py::module_& module) {
                py::arg("num_threads") = 0);
     const TileOptions defaults;
     module.def("_run_tiles_on_host", &run_tiles_on_host_of, py::arg("table"), py::kw_only(),
-               py::arg("tile_vectors") = defaults.tile_vectors, py::arg("wide_casts") = defaults.wide_casts);
+               py::arg("tile_vectors") = defaults.tile_vectors, py::arg("wide_casts") = defaults.wide_casts,
+               py::arg("max_vectors") = defaults.max_vectors);
     module.def("_checksum_tiles_on_host", &checksum_tiles_on_host_of, py::arg("table"), py::kw_only(),
-               py::arg("of_destination"));
+               py::arg("of_destination"), py::arg("max_vectors") = defaults.max_vectors);
 #ifdef RESHARD_CUDA_KERNELS
     bind_device_table(module);
 #endif

@@ -178,13 +178,16 @@ const void* copy_kernel_of(int in_flight) {
                           : reinterpret_cast<const void*>(copy_kernel<4>);
 }
 
+// As many blocks as there are tiles, at most what is resident at once. Also loads the kernel, which a launch in a graph
+// capture must not have to do.
 unsigned grid_blocks(const void* kernel, int device, int blocks_per_sm, std::size_t num_tiles) {
     int num_sms = 0;
+    int fitting = 0;
     check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    if (blocks_per_sm == 0)
-        check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, kThreads, 0),
-                   "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    const std::size_t resident = static_cast<std::size_t>(num_sms) * static_cast<std::size_t>(blocks_per_sm);
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fitting, kernel, kThreads, 0),
+               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    const int per_sm = blocks_per_sm == 0 ? fitting : blocks_per_sm;
+    const std::size_t resident = static_cast<std::size_t>(num_sms) * static_cast<std::size_t>(per_sm);
     return static_cast<unsigned>(std::max<std::size_t>(1, std::min(resident, num_tiles)));
 }
 

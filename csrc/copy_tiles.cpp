@@ -10,7 +10,6 @@
 namespace reshard {
 namespace {
 
-constexpr std::int64_t kMaxVectors = std::int64_t{1} << 30;
 constexpr std::int64_t kVectorBytes = 16;
 
 struct Dim {
@@ -147,7 +146,7 @@ class RecordPlanner {
     }
 
     void emit_run(std::int64_t first, std::int64_t count, std::int64_t items) {
-        const std::int64_t limit = kMaxVectors * items;
+        const std::int64_t limit = options_.max_vectors * items;
         for (; count > 0; first += limit, count -= limit)
             emit(record_.src + static_cast<std::uint64_t>(first * record_.src_itemsize),
                  record_.dst + static_cast<std::uint64_t>(first * record_.dst_itemsize),
@@ -181,7 +180,7 @@ class RecordPlanner {
     void emit_box(UnitBox box) {
         std::erase_if(box.dims, [](const Dim& dim) { return dim.extent == 1; });
         const std::int64_t vectors = box.num_vectors();
-        if (vectors <= kMaxVectors) return append(box, vectors);
+        if (vectors <= options_.max_vectors) return append(box, vectors);
         const Dim outer = box.dims[0];
         const std::int64_t half = outer.extent / 2;
         UnitBox rest = box;
@@ -228,6 +227,8 @@ void add_tiles(TilePlan& plan, Table table, std::span<const std::uint32_t> order
     const std::uint32_t tile_vectors = plan.options.tile_vectors;
     if (tile_vectors == 0 || tile_vectors > (1u << 20))
         throw std::invalid_argument("tile_vectors must be between 1 and 2^20");
+    if (plan.options.max_vectors == 0 || plan.options.max_vectors > (1u << 30))
+        throw std::invalid_argument("max_vectors must be between 1 and 2^30");
     std::size_t next = plan.records.size();
     for (const std::uint32_t i : order) RecordPlanner(table[i], i, plan.options).plan(plan.records);
     for (; next < plan.records.size(); ++next) {

@@ -38,10 +38,12 @@ def checksum_host(table: CopyTable, *, of_destination: bool, num_threads: int = 
     Both are equal after a copy; equal for the same elements in the same row-major order, whatever their strides.
     """
 
-def _run_tiles_on_host(table: CopyTable, *, tile_vectors: int = 4096, wide_casts: bool = False) -> None:
+def _run_tiles_on_host(
+    table: CopyTable, *, tile_vectors: int = 4096, wide_casts: bool = False, max_vectors: int = 1073741824
+) -> None:
     """Run ``table`` on host memory by the device's own cutting and index arithmetic, slowly. For tests."""
 
-def _checksum_tiles_on_host(table: CopyTable, *, of_destination: bool) -> list[int]:
+def _checksum_tiles_on_host(table: CopyTable, *, of_destination: bool, max_vectors: int = 1073741824) -> list[int]:
     """Return the checksums of ``table`` on host memory as the device computes them. For tests."""
 
 class DeviceTable:

@@ -13,21 +13,26 @@ from reshard.table import CopyEntry, make_table
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(cases(), min_size=1, max_size=4), st.sampled_from([1, 7, 64, 4096]), st.booleans())
-def test_tiles_of_random_strided_copies_equal_the_oracle(specs, tile_vectors: int, wide_casts: bool):
-    assert_same_as_oracle(
-        specs, lambda table: _C._run_tiles_on_host(table, tile_vectors=tile_vectors, wide_casts=wide_casts)
-    )
+@given(
+    st.lists(cases(), min_size=1, max_size=4),
+    st.sampled_from([1, 7, 64, 4096]),
+    st.booleans(),
+    st.sampled_from([5, 100, 2**30]),
+)
+def test_tiles_of_random_strided_copies_equal_the_oracle(specs, tile_vectors: int, wide_casts: bool, max_vectors: int):
+    """Boxes of more than ``max_vectors`` are cut, as those of more than 2^30 are on a device."""
+    options = {"tile_vectors": tile_vectors, "wide_casts": wide_casts, "max_vectors": max_vectors}
+    assert_same_as_oracle(specs, lambda table: _C._run_tiles_on_host(table, **options))
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(cases(max_numel=3000), min_size=1, max_size=3))
-def test_tile_checksums_equal_those_of_the_host(specs):
+@given(st.lists(cases(max_numel=3000), min_size=1, max_size=3), st.sampled_from([3, 2**30]))
+def test_tile_checksums_equal_those_of_the_host(specs, max_vectors: int):
     built = build(specs)
     before = _C.checksum_host(built.table, of_destination=False)
-    assert _C._checksum_tiles_on_host(built.table, of_destination=False) == before
+    assert _C._checksum_tiles_on_host(built.table, of_destination=False, max_vectors=max_vectors) == before
     copy_reference(built.table)
-    assert _C._checksum_tiles_on_host(built.table, of_destination=True) == before
+    assert _C._checksum_tiles_on_host(built.table, of_destination=True, max_vectors=max_vectors) == before
 
 
 @pytest.mark.parametrize("shift", range(17))
