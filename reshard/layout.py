@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,11 @@ from reshard.dtype import DType
 from reshard.errors import LayoutError
 from reshard.pattern import IntArray, Pattern, pattern_from_rows, pattern_rows
 from reshard.region import Region
+
+if TYPE_CHECKING:
+    from reshard.mesh import Mesh
+    from reshard.parallel_layout import Rules
+    from reshard.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,15 @@ class Layout:
         from reshard.torch_layout import layout_from_tensors
 
         return layout_from_tensors(named, rank=rank, memory=memory, ties=ties)
+
+    @classmethod
+    def from_parallel(
+        cls, model: "ModelSpec", mesh: "Mesh", *, rules: "Rules | None" = None, expert_mesh: "Mesh | None" = None
+    ) -> "Layout":
+        """By arithmetic, with no device; see ``reshard.parallel_layout.layout_from_parallel``."""
+        from reshard.parallel_layout import layout_from_parallel
+
+        return layout_from_parallel(model, mesh, rules=rules, expert_mesh=expert_mesh)
 
     @classmethod
     def merge(cls, parts: Iterable["Layout"]) -> "Layout":
