@@ -133,6 +133,37 @@ def rotate(setting: Setting, mappings: str) -> dict[str, Any]:
         }
 
 
+def rotate_torch(setting: Setting, mappings: str) -> dict[str, Any]:
+    """The same hand-over with a trainer whose segments PyTorch allocated: TrainerPool.suspend and resume, all included."""
+    from reshard.arena.torch_pool import TrainerPool
+
+    with setting.make_arena(mappings, setting.budget_bytes + (64 << 20)) as arena:
+        kv = reserve(arena, "kv", setting.kv)
+        pool = TrainerPool(arena, group="trainer")
+        with pool.use():
+            blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in setting.trainer]
+        addresses = sorted(block.data_ptr() for block in blocks)
+        if not {region.address for region in pool.regions()}.issuperset(addresses):
+            raise AssertionError("a block of the trainer is not a segment of its own")
+        del blocks
+        samples: dict[str, list[float]] = {"to_training_ms": [], "to_generation_ms": []}
+        for cycle in range(setting.cycles + 1):
+            elapsed_ms, _ = timed_ms(setting, lambda: pool.suspend(kv))
+            samples["to_generation_ms"].append(elapsed_ms)
+            mark(kv, cycle)
+            check(kv, cycle)
+            before = arena.stats
+            elapsed_ms, _ = timed_ms(setting, lambda: pool.resume(kv))
+            samples["to_training_ms"].append(elapsed_ms)
+            now = arena.stats
+            if cycle and (now.num_creates, now.num_destroys) != (before.num_creates, before.num_destroys):
+                raise AssertionError("memory was created or destroyed after the first cycle")
+        if not {region.address for region in pool.regions()}.issuperset(addresses):
+            raise AssertionError("an address changed")
+        pool.close()
+        return {name: summary(values[1:]) for name, values in samples.items()}
+
+
 def reserve(arena: Arena, group: str, sizes: tuple[int, ...]) -> tuple[ArenaRegion, ...]:
     """Reserve one region per size."""
     return tuple(arena.reserve(f"{group}.{idx}", size, group=group) for idx, size in enumerate(sizes))
@@ -219,12 +250,14 @@ def main() -> None:
         setting = Setting(**base, kv=kv, trainer=trainer, cycles=options.cycles)
         ways = {f"arena_{mode}": rotate(setting, mode) for mode in ("drop", "keep")}
         if not options.host:
+            ways |= {f"torch_pool_{mode}": rotate_torch(setting, mode) for mode in ("drop", "keep")}
             ways["cuda_malloc_free"] = malloc_and_free(setting)
         result[shape] = {"trainer_bytes": sum(trainer), **ways}
     result["meets_target"] = {
-        f"{shape}_{way}_{name}": result[shape][way][name]["median"] <= TARGET_MS
+        f"{shape} {way} {name}": result[shape][way][name]["median"] <= TARGET_MS
         for shape in shapes
-        for way in ("arena_drop", "arena_keep")
+        for way in result[shape]
+        if way != "trainer_bytes"
         for name in ("to_training_ms", "to_generation_ms")
     }
     print(json.dumps({"environment": environment(), **result}, indent=1))

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from reshard.arena.arena import Arena as Arena
     from reshard.dtype import DType as DType
     from reshard.groups import Groups as Groups
     from reshard.groups import make_groups as make_groups
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "Address": "layout",
+    "Arena": "arena.arena",
     "CollectiveTransport": "transports.collective",
     "Copy": "plan",
     "DType": "dtype",

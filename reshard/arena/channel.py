@@ -94,7 +94,13 @@ class Channel:
 
     @classmethod
     def connect(cls, path: str, *, timeout_s: float, allowed_uids: Collection[int] | None = None) -> Self:
-        """Connect to a Listener at ``path``, which may come up later; PeerTimeout where it does not in time."""
+        """Connect to a Listener at ``path``, which may come up later.
+
+        Raises:
+            PeerTimeout: no listener came up in time.
+            TransportError: the socket file is another user's, or so is the listener.
+
+        """
         deadline = Deadline(timeout_s)
         while True:
             what = f"a listener at {path}"
@@ -109,9 +115,9 @@ class Channel:
             except TimeoutError:
                 sock.close()
                 raise deadline.missed(what) from None
-            except BaseException:
+            except OSError as error:
                 sock.close()
-                raise
+                raise TransportError(f"can't connect to {path}: {error}; both processes must be one user's") from error
             return cls(sock, allowed_uids=allowed_uids)
 
     def send(self, kind: str, body: dict[str, object], *, descriptors: Collection[int] = (), timeout_s: float) -> None:

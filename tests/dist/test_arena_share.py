@@ -177,12 +177,21 @@ def connect_as_another_user(path: str) -> None:
         channel.receive("region", timeout_s=PATIENCE_S)
 
 
+def fail_to_connect_as_another_user(path: str) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    with pytest.raises(TransportError, match=r"can't connect to .*Permission denied; both processes must be"):
+        Channel.connect(path, timeout_s=PATIENCE_S)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused_by_name(tmp_path):
     path = tmp_path / "owner.sock"
     with Listener(str(path)) as listener:
         for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
             folder.chmod(0o755)
+        with peer(fail_to_connect_as_another_user, path) as process:
+            expect_success(process)
         path.chmod(0o666)
         with peer(connect_as_another_user, path) as process:
             with pytest.raises(
