@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 _CHUNK_BYTES = 64 * 2**20
 # exp of it is exactly 0 in fp32 and fp64, and 0 * it is 0, where 0 * -inf would be NaN.
-_LOG_P_FLOOR = -1.0e4
+LOG_P_FLOOR = -1.0e4
 
 
 class TokenLogProbs(NamedTuple):
@@ -55,14 +55,14 @@ def token_log_probs(
     Raises:
         ValueError: shapes that don't belong together, or a temperature that isn't above 0.
     """
-    _check(logits.shape[:-1], targets, temperature)
+    check_inputs(logits.shape[:-1], targets, temperature)
     vocab = logits.shape[-1]
     flat = logits.reshape(-1, vocab)
     rows = _rows_per_chunk(vocab, max_chunk_bytes)
-    log_probs, entropy = _apply(
+    outputs = apply_function(
         _FromLogits, flat, targets.reshape(-1), float(temperature), with_entropy, consume_logits, rows
     )
-    return _shaped(log_probs, entropy, targets)
+    return shaped(outputs, targets)
 
 
 def linear_token_log_probs(
@@ -89,11 +89,11 @@ def linear_token_log_probs(
     Raises:
         ValueError: as `token_log_probs`.
     """
-    _check(hidden.shape[:-1], targets, temperature)
+    check_inputs(hidden.shape[:-1], targets, temperature)
     rows = _rows_per_chunk(weight.shape[0], max_chunk_bytes)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    log_probs, entropy = _apply(_FromHidden, flat, weight, targets.reshape(-1), float(temperature), with_entropy, rows)
-    return _shaped(log_probs, entropy, targets)
+    outputs = apply_function(_FromHidden, flat, weight, targets.reshape(-1), float(temperature), with_entropy, rows)
+    return shaped(outputs, targets)
 
 
 def entropy_from_logits(logits: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
@@ -103,7 +103,8 @@ def entropy_from_logits(logits: torch.Tensor, *, temperature: float = 1.0) -> to
     return entropy
 
 
-def _check(leading: torch.Size, targets: torch.Tensor, temperature: float) -> None:
+def check_inputs(leading: torch.Size, targets: torch.Tensor, temperature: float) -> None:
+    """Raise ValueError unless there is one distribution per target and the temperature can divide."""
     if leading != targets.shape:
         raise ValueError(
             f"expected one distribution per target, got {tuple(leading)} of them for targets {tuple(targets.shape)}; "
@@ -117,12 +118,14 @@ def _rows_per_chunk(vocab: int, max_chunk_bytes: int) -> int:
     return max(1, max_chunk_bytes // (4 * vocab))
 
 
-def _shaped(log_probs: torch.Tensor, entropy: torch.Tensor | None, targets: torch.Tensor) -> TokenLogProbs:
+def shaped(outputs: tuple[torch.Tensor, torch.Tensor | None], targets: torch.Tensor) -> TokenLogProbs:
+    """Give flat log-probs and entropy the shape of the targets."""
+    log_probs, entropy = outputs
     shape = targets.shape
     return TokenLogProbs(log_probs.reshape(shape), None if entropy is None else entropy.reshape(shape))
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def scale_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Logits / T in the dtype that statistics are computed in."""
     exact = logits if logits.dtype == torch.float64 else logits.float()
     return exact if temperature == 1.0 else exact / temperature
@@ -138,7 +141,7 @@ def _forward(
         log_probs.append(log_p.gather(-1, targets[chunk].unsqueeze(-1)).squeeze(-1))
         if with_entropy:
             p = log_p.exp()
-            entropy.append(-p.mul_(log_p.clamp_(min=_LOG_P_FLOOR)).sum(dim=-1))
+            entropy.append(-p.mul_(log_p.clamp_(min=LOG_P_FLOOR)).sum(dim=-1))
     return torch.cat(log_probs), torch.cat(entropy) if with_entropy else None
 
 
@@ -156,7 +159,7 @@ def _chunk_backward(
         return torch.softmax(scaled, dim=-1).scatter_add_(-1, at_target, minus_one).mul_(column)
     log_p = torch.log_softmax(scaled, dim=-1)
     p = log_p.exp()
-    spread = log_p.clamp_(min=_LOG_P_FLOOR).add_(entropy.unsqueeze(-1)).mul_(p)
+    spread = log_p.clamp_(min=LOG_P_FLOOR).add_(entropy.unsqueeze(-1)).mul_(p)
     p.scatter_add_(-1, at_target, minus_one).mul_(column)
     return p.sub_(spread.mul_(grad_entropy.unsqueeze(-1)))
 
@@ -173,7 +176,7 @@ class _FromLogits(torch.autograd.Function):
         rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         def scaled_logits(chunk: slice) -> torch.Tensor:
-            return _scaled(logits[chunk], temperature)
+            return scale_logits(logits[chunk], temperature)
 
         log_probs, entropy = _forward(scaled_logits, targets, with_entropy, rows)
         ctx.save_for_backward(logits, targets, entropy)
@@ -191,7 +194,7 @@ class _FromLogits(torch.autograd.Function):
         out = logits.detach() if ctx.consume_logits else torch.empty_like(logits)
         for start in range(0, logits.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            scaled = _scaled(logits[chunk], ctx.temperature)
+            scaled = scale_logits(logits[chunk], ctx.temperature)
             grad_scaled = _chunk_backward(
                 scaled, targets[chunk], _part(entropy, chunk), grad[chunk], _part(grad_entropy, chunk)
             )
@@ -211,7 +214,7 @@ class _FromHidden(torch.autograd.Function):
         rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         def scaled_logits(chunk: slice) -> torch.Tensor:
-            return _scaled(hidden[chunk] @ weight.T, temperature)
+            return scale_logits(hidden[chunk] @ weight.T, temperature)
 
         log_probs, entropy = _forward(scaled_logits, targets, with_entropy, rows)
         ctx.save_for_backward(hidden, weight, targets, entropy)
@@ -232,7 +235,7 @@ class _FromHidden(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
         for start in range(0, hidden.shape[0], ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            scaled = _scaled(hidden[chunk] @ weight.T, ctx.temperature)
+            scaled = scale_logits(hidden[chunk] @ weight.T, ctx.temperature)
             grad_scaled = _chunk_backward(
                 scaled, targets[chunk], _part(entropy, chunk), grad[chunk], _part(grad_entropy, chunk)
             )
@@ -244,7 +247,10 @@ class _FromHidden(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _apply(function: type[torch.autograd.Function], *inputs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+def apply_function(
+    function: type[torch.autograd.Function], *inputs: object
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call an autograd function that returns log-probs and entropy (or None)."""
     outputs: tuple[torch.Tensor, torch.Tensor | None] = function.apply(*inputs)
     return outputs
 

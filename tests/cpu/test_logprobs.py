@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid.logprobs import entropy_from_logits, linear_token_log_probs, token_log_probs
 
@@ -188,6 +189,41 @@ def test_consume_logits_writes_the_gradient_into_their_memory() -> None:
     log_probs = token_log_probs(logits, targets, consume_logits=True, max_chunk_bytes=ONE_ROW_BYTES).log_probs
     torch.testing.assert_close(torch.autograd.grad(log_probs.sum(), hidden)[0], expected)
     assert not torch.equal(logits.detach(), before)
+
+
+class LargestTemporary(TorchDispatchMode):
+    """Sees the largest fp32 tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_fp32_temporary_is_larger_than_the_chunk_forward_or_backward(fused: bool) -> None:
+    rows, vocab, width, rows_per_chunk = 64, 1000, 8, 4
+    hidden = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.arange(rows)
+    limit = rows_per_chunk * vocab * 4
+    with LargestTemporary() as seen:
+        if fused:
+            result = linear_token_log_probs(hidden, weight, targets, max_chunk_bytes=limit)
+        else:
+            result = token_log_probs(hidden @ weight.T, targets, max_chunk_bytes=limit)
+        assert result.entropy is not None
+        (result.log_probs.sum() + result.entropy.sum()).backward()
+    largest_allowed = max(
+        rows_per_chunk * vocab, vocab * width if fused else 0
+    )  # fused sums the head's gradient in fp32
+    assert 0 < seen.num_elements <= largest_allowed
 
 
 def test_no_positions_at_all() -> None:
