@@ -128,6 +128,13 @@ class Scattered:
     num_padding: int
 
 
+def part_of(dispatch: Dispatch, rank: int, *, mesh: Mesh, generation_mesh: Mesh) -> int:
+    """Return the index of the part that a rank gets; DispatchError for a dispatch that cuts nothing."""
+    if not dispatch.splits:
+        raise DispatchError(f"{dispatch.name} cuts nothing, so no rank has a part")
+    return _parts(dispatch, mesh, generation_mesh)[0][rank]
+
+
 def scatter(
     method: RegisteredMethod, arguments: Mapping[str, object], *, mesh: Mesh, generation_mesh: Mesh
 ) -> Scattered:
@@ -137,7 +144,7 @@ def scatter(
         return Scattered(tuple(dict(arguments) for _ in ranks), tuple(ranks), None, 0)
     if method.dispatch is Dispatch.ALL:
         return Scattered(_one_each(method, arguments, mesh.size), tuple(ranks), None, 0)
-    part_of, collect = _parts(method.dispatch, mesh, generation_mesh)
+    parts, collect = _parts(method.dispatch, mesh, generation_mesh)
     cut = {name for name, value in arguments.items() if name in method.split or isinstance(value, TensorDictBase)}
     if not cut:
         return Scattered(tuple(dict(arguments) for _ in ranks), collect, None, 0)
@@ -147,7 +154,7 @@ def scatter(
     padded = {name: _pad(arguments[name], num_padding) for name in cut}
     spread = []
     for rank in ranks:
-        rows = slice(part_of[rank] * size, (part_of[rank] + 1) * size)
+        rows = slice(parts[rank] * size, (parts[rank] + 1) * size)
         spread.append({name: padded[name][rows] if name in cut else value for name, value in arguments.items()})
     return Scattered(tuple(spread), collect, num_rows, num_padding)
 
@@ -209,17 +216,17 @@ def _parts(dispatch: Dispatch, mesh: Mesh, generation_mesh: Mesh) -> tuple[dict[
     if dispatch is Dispatch.DP:
         return {rank: rank for rank in range(mesh.size)}, tuple(range(mesh.size))
     grid, axes = (mesh, ("dp",)) if dispatch is Dispatch.THREE_D else (generation_mesh, ("dp", "micro_dp"))
-    part_of, collect = {}, {}
+    parts, collect = {}, {}
     for rank in grid.ranks:
         place = grid.coordinate(rank)
         part = 0
         for axis in axes:
             part = part * grid.axis_size(axis) + place.get(axis, 0)
-        part_of[rank] = part
+        parts[rank] = part
         rest = [index for axis, index in place.items() if axis not in (*axes, "pp")]
         if place.get("pp", 0) == grid.axis_size("pp") - 1 and not any(rest):
             collect[part] = rank
-    return part_of, tuple(collect[part] for part in sorted(collect))
+    return parts, tuple(collect[part] for part in sorted(collect))
 
 
 def _num_rows(value: object) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from hybrid.dispatch import RegisteredMethod
+from hybrid.dispatch import Dispatch, RegisteredMethod, part_of
 from hybrid.messages import Call, Failure, Message, Reply
 from hybrid.profiler import record_phases
 from reshard.mesh import Mesh
@@ -35,6 +35,10 @@ class WorkerContext:
     mesh: Mesh
     generation_mesh: Mesh
     store: Store | None = None
+
+    def part(self, dispatch: Dispatch) -> int:
+        """Return the index of the part that this rank gets of what `dispatch` cuts; parts are all of one size."""
+        return part_of(dispatch, self.rank, mesh=self.mesh, generation_mesh=self.generation_mesh)
 
 
 class Worker:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hybrid.dispatch import Dispatch, RegisteredMethod, concatenate, gather, register, scatter
+from hybrid.dispatch import Dispatch, RegisteredMethod, concatenate, gather, part_of, register, scatter
 from hybrid.errors import DispatchError
 from reshard.mesh import Mesh
 
@@ -58,6 +58,10 @@ def test_micro_dp_cuts_each_dp_part_further() -> None:
         assert set(fine[rank]) < set(coarse[rank])
     collect = scatter(method(Dispatch.MICRO_DP), {"batch": batch}, mesh=training, generation_mesh=generation).collect
     assert collect == (0, 1, 4, 5)
+    parts = [part_of(Dispatch.MICRO_DP, rank, mesh=training, generation_mesh=generation) for rank in range(8)]
+    assert parts == [0, 1, 0, 1, 2, 3, 2, 3]
+    with pytest.raises(DispatchError, match="ALL cuts nothing"):
+        part_of(Dispatch.ALL, 0, mesh=training, generation_mesh=generation)
 
 
 def test_one_to_all_and_all() -> None:

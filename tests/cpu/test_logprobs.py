@@ -191,6 +191,14 @@ def test_consume_logits_writes_the_gradient_into_their_memory() -> None:
     assert not torch.equal(logits.detach(), before)
 
 
+def test_logits_that_were_consumed_refuse_a_second_backward() -> None:
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    log_probs = token_log_probs(logits * 1.0, torch.tensor([0, 1]), consume_logits=True).log_probs
+    log_probs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_probs.sum().backward()
+
+
 class LargestTemporary(TorchDispatchMode):
     """Sees the largest fp32 tensor that any operation makes."""
 
