@@ -1,6 +1,8 @@
 """Worker groups on the inline backend: results, errors with rank and traceback, deadlines, colocation, phases."""
 
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,3 +255,11 @@ def test_inherited_methods_are_registered_and_plain_overrides_are_not() -> None:
             group.call(Adder.add, rows(4))
         with pytest.raises(TypeError, match="has no method 'mine'"):
             group.call(Adder.mine, [1])
+
+
+def test_the_documented_example_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "controller.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), {})
