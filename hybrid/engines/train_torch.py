@@ -47,7 +47,7 @@ class TorchTrainEngine:
         device: str | torch.device = "cpu",
         compute_dtype: torch.dtype = torch.float32,
         packing: Packing = "shared_prefix",
-        max_tokens_per_micro_batch: int | None = 8192,
+        max_tokens_per_micro_batch: int | None = 4096,
         micro_batch_size: int | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:

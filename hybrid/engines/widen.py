@@ -25,9 +25,12 @@ def has_native_bf16() -> bool:
     Elsewhere the answer is no, which is right everywhere and slow nowhere: the products are then done in fp32.
     """
     info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return False
-    for line in info.read_text().splitlines():
+    return info.is_file() and lists_bf16_arithmetic(info.read_text())
+
+
+def lists_bf16_arithmetic(cpu_info: str) -> bool:
+    """Whether the flags in the text of /proc/cpuinfo have an instruction set that multiplies bf16 matrices."""
+    for line in cpu_info.splitlines():
         key, _, value = line.partition(":")
         if key.strip().lower() in ("flags", "features"):
             return not _NATIVE_FLAGS.isdisjoint(value.split())
