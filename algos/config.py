@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 T = TypeVar("T")
 KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -28,7 +28,7 @@ def key(
 ) -> T:
     """Declare one key: its default, its meaning for ``--help``, and the values it may take."""
     rules = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least, "above": above, "at_most": at_most}
-    return cast(T, field(default=default, metadata=rules))
+    return field(default=default, metadata=rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

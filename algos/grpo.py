@@ -98,7 +98,7 @@ class Grpo:
         with self._phase("transition"):
             self._publish(step)
         with self._phase("rollout"):
-            batch = self._engines.rollout.generate([prompt.ids for prompt in prompts], self._sampling(step))
+            batch = self._generate(prompts, self._sampling(step))
         with self._phase("reward"):
             responses, scores = self._score(prompts, batch)
         with self._phase("log_probs"):
@@ -119,7 +119,7 @@ class Grpo:
         self._publish(step + 1)
         rewards, lengths = [], []
         for prompts in self._prepared.validation:
-            batch = self._engines.rollout.generate([prompt.ids for prompt in prompts], self._validation_sampling())
+            batch = self._generate(prompts, self._validation_sampling())
             _, scores = self._score(prompts, batch)
             rewards.append(scores.scores[scores.scored])
             lengths.append(batch["response_len"])
@@ -152,6 +152,10 @@ class Grpo:
         self._engines.weights.publish(version)
         self._engines.rollout.version = version
 
+    def _generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> TensorDict:
+        """Sample responses; the batch is on the host, from where the train engine takes its micro-batches."""
+        return self._engines.rollout.generate([prompt.ids for prompt in prompts], params).to("cpu")
+
     def _sampling(self, step: int) -> SamplingParams:
         rollout = self._config.rollout
         return SamplingParams(
@@ -178,7 +182,7 @@ class Grpo:
         )
 
     def _score(self, prompts: Sequence[Prompt], batch: TensorDict) -> tuple[list[str], Scores]:
-        """Score the text of each response, special tokens left out; [B] scores on the batch's device."""
+        """Score the text of each response, special tokens left out."""
         num_samples = len(batch) // len(prompts)
         ids = zip(batch["response_ids"].tolist(), batch["response_len"].tolist(), strict=True)
         decode = self._prepared.tokenizer.decode
@@ -201,7 +205,7 @@ class Grpo:
         log_probs = engines.reference.log_probs(part, temperature=temperature)["log_probs"]
         batch["ref_log_probs"] = torch.zeros_like(batch["rollout_log_probs"])
         batch["ref_log_probs"][chosen, : log_probs.shape[1]] = log_probs
-        batch["ref_known"] = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
+        batch["ref_known"] = torch.zeros(len(batch), dtype=torch.bool)
         batch["ref_known"][chosen] = True
 
     def _add_advantages(self, batch: TensorDict, scores: Scores) -> Row:

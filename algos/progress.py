@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 PHASES = ("rollout", "transition", "reward", "log_probs", "update")
 
@@ -86,26 +96,30 @@ class LineReporter:
 
 
 class BarReporter:
-    """A live bar with the last step's numbers under it."""
+    """A live bar with the last step's numbers and the split of its time under it."""
 
     def __init__(self, console: Console) -> None:
         """Draw on ``console``."""
+        self._console = console
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=None),
             TimeElapsedColumn(),
+            TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[summary]}\n{task.fields[split]}"),
             console=console,
+            expand=True,
         )
-        self._task = None
-        self._console = console
+        self._numbers = Text("the first step is on its way", overflow="ellipsis", no_wrap=True)
+        self._times = Text("", overflow="ellipsis", no_wrap=True)
+        self._live = Live(Group(self._bar, self._numbers, self._times), console=console, refresh_per_second=4)
+        self._task: TaskID | None = None
 
     def begin(self, *, num_steps: int, step: int) -> None:
         """Draw the bar."""
-        self._task = self._bar.add_task("step", total=num_steps, completed=step, summary="first step ...", split="")
-        self._bar.start()
+        self._task = self._bar.add_task("step", total=num_steps, completed=step)
+        self._live.start()
 
     def say(self, text: str) -> None:
         """Print above the bar."""
@@ -113,9 +127,10 @@ class BarReporter:
 
     def show(self, row: Mapping[str, float]) -> None:
         """Move the bar."""
-        if self._task is not None:
-            self._bar.update(self._task, completed=row["step"], summary=summary(row), split=time_split(row))
+        assert self._task is not None
+        self._bar.update(self._task, completed=row["step"])
+        self._numbers.plain, self._times.plain = summary(row), time_split(row)
 
     def end(self) -> None:
         """Stop redrawing and show the cursor again."""
-        self._bar.stop()
+        self._live.stop()
