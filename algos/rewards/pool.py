@@ -117,14 +117,19 @@ class WorkerReward:
     def _run(self, lines: Sequence[bytes]) -> dict[int, Outcome | None]:
         """Each line's Outcome, or None where the deadline or the process's end came first."""
         waiting, outcomes = deque(range(len(lines))), dict[int, Outcome | None]()
-        while len(outcomes) < len(lines):
-            self._drop_ended()
-            self._start_missing(min(self._num_workers, len(lines) - len(outcomes)))
-            for worker in self._workers:
-                if worker.is_ready and worker.job_idx is None and waiting:
-                    job_idx = waiting.popleft()
-                    worker.send(job_idx, lines[job_idx], self._deadline_s)
-            self._collect(outcomes)
+        try:
+            while len(outcomes) < len(lines):
+                self._drop_ended()
+                self._start_missing(min(self._num_workers, len(lines) - len(outcomes)))
+                for worker in self._workers:
+                    if worker.is_ready and worker.job_idx is None and waiting:
+                        job_idx = waiting.popleft()
+                        worker.send(job_idx, lines[job_idx], self._deadline_s)
+                self._collect(outcomes)
+        finally:  # after an interrupt, so that no late reply is taken for a later sample's
+            for worker in [worker for worker in self._workers if worker.job_idx is not None]:
+                self._workers.remove(worker)
+                worker.kill()
         return outcomes
 
     def _drop_ended(self) -> None:

@@ -89,6 +89,19 @@ def test_a_worker_that_ended_while_idle_costs_no_sample(reward):
     assert score(reward, r"\boxed{4}", "4") == 1.0
 
 
+def test_after_an_interrupt_no_late_reply_is_taken_for_another_samples(reward, monkeypatch):
+    assert score(reward, r"\boxed{4}", "4") == 1.0
+
+    def interrupt(outcomes):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reward, "_collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            score(reward, r"\boxed{4}", "4")
+    assert score(reward, r"\boxed{5}", "4") == 0.0
+
+
 def test_closing_ends_every_process():
     reward = load_reward("math:num_workers=2")
     processes = [worker.process for worker in reward._workers]
