@@ -42,6 +42,7 @@ class DataConfig:
     prompt_key: str = key("prompt", "column of the prompt: text, or a list of chat messages")
     answer_key: str = key("reward_model.ground_truth", "column of the right answer; a dot reaches into a nested one")
     reward_fn_key: str = key("data_source", "column that names a row's source")
+    extra_info_key: str = key("extra_info", "column of what else the reward function is told")
     prompt_template: str = key("", "the prompt's text, with columns in braces, instead of data.prompt_key")
     prompt_suffix: str = key("", "text added to the prompt's last message")
     system_prompt: str = key("", "system message put before the prompt")

@@ -168,6 +168,7 @@ def _dataset(data: DataConfig, files: tuple[str, ...], max_samples: int, tokeniz
         prompt_key=data.prompt_key,
         answer_key=data.answer_key,
         data_source_key=data.reward_fn_key,
+        extra_info_key=data.extra_info_key,
         prompt_template=data.prompt_template or None,
         prompt_suffix=data.prompt_suffix,
         system_prompt=data.system_prompt or None,
