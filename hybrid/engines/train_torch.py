@@ -162,6 +162,7 @@ class TorchTrainEngine:
         host = batch.to("cpu")
         totals = Totals.of(loss_mask(host))
         micro_batches = self._scorer.split(host)
+        self._optimizer.zero_grad(set_to_none=True)
         sums: dict[str, torch.Tensor] = {}
         for samples in micro_batches:
             micro_batch = select(host, samples).to(self.device)

@@ -260,6 +260,24 @@ def test_tensors_are_live_fp32_and_tied_ones_appear_once(name):
     assert len(changed) == len(tensors)
 
 
+def test_an_update_whose_loss_raised_leaves_no_gradient_behind():
+    train, fresh, samples = engine(micro_batch_size=4), engine(micro_batch_size=4), batch()
+    calls = []
+
+    def loss(log_probs, *_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("advantages")
+        return log_probs.sum(), {}
+
+    with pytest.raises(KeyError):
+        train.update(samples, loss, temperature=1.0)
+    for one in (train, fresh):
+        one.update(samples, grpo(), temperature=1.0)
+    for name, tensor in fresh.tensors().items():
+        assert torch.equal(tensor, train.tensors()[name]), name
+
+
 def test_a_frozen_engine_scores_and_refuses_to_update():
     frozen, train = engine(optim=None), engine()
     samples = batch()
