@@ -62,7 +62,7 @@ def layout_from_parallel(
         raise LayoutError(f"expert mesh {experts} and mesh {mesh} differ in pp")
     if rules.fsdp is not None and rules.style != "plain":
         raise LayoutError(f"fsdp={rules.fsdp!r} needs style='plain', got {rules.style!r}")
-    builder = _Builder(model, rules, _Grid(mesh, rules), _Grid(experts, rules))
+    builder = _Builder(model, rules, _Grid(mesh, rules), _Grid(experts, rules), model.num_experts)
     return builder.build()
 
 
@@ -106,6 +106,7 @@ class _Builder:
     rules: Rules
     dense: _Grid
     experts: _Grid
+    num_experts: int
 
     def build(self) -> Layout:
         stages = stage_of_layers(self.model.num_layers, self.dense.num_pp, self.rules)
@@ -139,7 +140,7 @@ class _Builder:
         """Expert parallel rank of a routed expert, and its number there."""
         if tensor.expert is None:
             return 0, 0
-        num = self.model.num_experts
+        num = self.num_experts
         if num % grid.num_ep:
             good = [size for size in range(1, num + 1) if num % size == 0]
             raise LayoutError(

@@ -24,6 +24,9 @@ class Pattern:
     Row ``h`` says that rank ``ranks[h]`` holds the box ``[boxes_start[box_of[h]], boxes_stop[box_of[h]])`` in its
     storage number ``slots[h]`` (each tensor lists its own storage names), from byte ``offsets[h]`` on, with
     ``strides[h]`` in elements of the type with code ``dtypes[h]``. Boxes are distinct and not empty.
+
+    ``key`` digests all of it, ``place_key`` shape, ranks, boxes and dtypes (patterns that agree in it differ at most in
+    addresses), ``boxes_key`` shape and boxes.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +39,7 @@ class Pattern:
     strides: IntArray
     dtypes: IntArray
     key: bytes = field(default=b"")
+    place_key: bytes = field(default=b"")
     boxes_key: bytes = field(default=b"")
 
     @property
@@ -85,6 +89,7 @@ def make_pattern(
     table = table[np.lexsort(table.T[::-1])] if table.size else table
     boxes, box_of = np.unique(table[:, 1 : 1 + 2 * ndim], axis=0, return_inverse=True)
     boxes = np.ascontiguousarray(boxes)
+    placed = np.concatenate([table[:, : 1 + 2 * ndim], table[:, -1:]], axis=1)
     pattern = Pattern(
         shape=shape,
         ranks=table[:, 0].copy(),
@@ -96,6 +101,7 @@ def make_pattern(
         strides=table[:, 3 + 2 * ndim : 3 + 3 * ndim].copy(),
         dtypes=table[:, -1].copy(),
         key=hashlib.sha256(repr(shape).encode() + table.tobytes()).digest()[:16],
+        place_key=hashlib.sha256(repr(shape).encode() + placed.tobytes()).digest()[:16],
         boxes_key=hashlib.sha256(repr(shape).encode() + boxes.tobytes()).digest()[:16],
     )
     for array in (pattern.ranks, pattern.box_of, pattern.boxes_start, pattern.boxes_stop, pattern.offsets):

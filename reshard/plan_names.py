@@ -40,12 +40,16 @@ def match_names(source: Layout, destination: Layout, *, ignore: Sequence[str]) -
     further: dict[str, list[str]] = {}
     for name, target in destination.ties.items():
         further.setdefault(target, []).append(name)
-    chosen = {name: _sources_of(source, [name, *further.get(name, ())]) for name in destination.entries}
+    have, wanted = source.entries, destination.entries
+    chosen = {
+        name: [name] if name in have and name not in further else _sources_of(source, [name, *further.get(name, ())])
+        for name in wanted
+    }
     _check_missing([name for name, found in chosen.items() if not found])
     _check_ambiguous({name: found for name, found in chosen.items() if len(found) > 1})
-    pairs = [Pair(source.entries[found[0]], destination.entries[name]) for name, found in chosen.items()]
+    pairs = [Pair(have[found[0]], wanted[name]) for name, found in chosen.items()]
     used = {pair.source.spec.name for pair in pairs}
-    _check_unused([n for n in source.entries if n not in used and not any(fnmatchcase(n, p) for p in ignore)])
+    _check_unused([n for n in have if n not in used and not any(fnmatchcase(n, p) for p in ignore)])
     _check_shapes(pairs)
     return pairs
 

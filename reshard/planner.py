@@ -108,14 +108,14 @@ def _scope(ranks: Sequence[int] | None, all_ranks: IntArray) -> BoolArray | None
 def _classes(pairs: Sequence[Pair], scope: BoolArray | None) -> list[_Class]:
     grouped: dict[tuple[bytes, bytes], list[Pair]] = {}
     for pair in pairs:
-        grouped.setdefault((pair.source.pattern.key, pair.destination.pattern.key), []).append(pair)
+        grouped.setdefault((pair.source.pattern.place_key, pair.destination.pattern.place_key), []).append(pair)
     if scope is None:
         return [_Class(members) for members in grouped.values()]
     touched: dict[bytes, bool] = {}
     for members in grouped.values():
         for entry in (members[0].source, members[0].destination):
-            if entry.pattern.key not in touched:
-                touched[entry.pattern.key] = bool(scope[entry.pattern.ranks].any())
+            if entry.pattern.place_key not in touched:
+                touched[entry.pattern.place_key] = bool(scope[entry.pattern.ranks].any())
     return [_Class(members) for keys, members in grouped.items() if touched[keys[0]] or touched[keys[1]]]
 
 
@@ -136,8 +136,8 @@ class _Planner:
         lacking: list[str] = []
         for group in classes:
             first = group.pairs[0]
-            source = self._side(sources, first.source.pattern.key, first)
-            destination = self._side(destinations, first.destination.pattern.key, first, of_source=False)
+            source = self._side(sources, first.source.pattern.place_key, first)
+            destination = self._side(destinations, first.destination.pattern.place_key, first, of_source=False)
             gaps = _gaps(source, destination, geometry)
             if gaps:
                 lacking += [f"{pair.destination.spec.name}{gaps}" for pair in group.pairs]
@@ -169,7 +169,7 @@ class _Planner:
             itemsize=int(ITEMSIZES[dtypes].min()),
             scope=self.scope,
         )
-        self.builder.add(group.pairs, source.pattern, destination.pattern, copies)
+        self.builder.add(group.pairs, copies)
         self.by_rank.add(source.pattern, destination.pattern, num_tensors=num_tensors)
         if self.by_node is not None:
             self.by_node.add(source.pattern, destination.pattern, num_tensors=num_tensors)

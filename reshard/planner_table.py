@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from reshard.copy_table import COLUMN_TYPES, ITEMSIZES, WIDE_COLUMNS, CopyTable
+from reshard.layout import Entry
 from reshard.pattern import IntArray, Pattern
 from reshard.plan_names import Pair
 from reshard.planner_class import ClassCopies
@@ -22,6 +24,23 @@ class _Addresses:
     rank: IntArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _SideEntries:
+    """One side of a class: its distinct patterns, which of them each tensor has, and storage numbers [tensor, slot]."""
+
+    patterns: tuple[Pattern, ...]
+    pattern_of: IntArray
+    storages: IntArray
+
+    def stacked(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Slots, byte offsets [pattern, holding] and strides [pattern, holding, ndim]."""
+        return (
+            np.stack([pattern.slots for pattern in self.patterns]),
+            np.stack([pattern.offsets for pattern in self.patterns]),
+            np.stack([pattern.strides for pattern in self.patterns]),
+        )
+
+
 @dataclass(slots=True)
 class TableBuilder:
     """Collects classes; ``finish`` sorts and numbers. ``same_memory``: equal addresses of both sides are the same
@@ -33,22 +52,31 @@ class TableBuilder:
     _storages: dict[str, int] = field(default_factory=dict)
     _parts: list[dict[str, IntArray]] = field(default_factory=list)
 
-    def add(self, pairs: Sequence[Pair], source: Pattern, destination: Pattern, copies: ClassCopies) -> None:
-        """Append the copies of one class."""
+    def add(self, pairs: Sequence[Pair], copies: ClassCopies) -> None:
+        """Append the copies of one class, whose pairs differ at most in addresses."""
         first_name = len(self._names)
         self._names += [pair.destination.spec.name for pair in pairs]
         if not len(copies.tensor):
             return
-        sources = self._storage_table([pair.source.storages for pair in pairs])
-        destinations = self._storage_table([pair.destination.storages for pair in pairs])
-        dst = _addresses(destination, destinations, copies, copies.dst)
-        src = _addresses(source, sources, copies, np.where(copies.hop == 0, copies.src, 0))
+        sources = self._side([pair.source for pair in pairs])
+        destinations = self._side([pair.destination for pair in pairs])
+        dst = _addresses(destinations, copies, copies.dst)
+        src = _addresses(sources, copies, np.where(copies.hop == 0, copies.src, 0))
         if (copies.hop > 0).any():
-            passed_on = _addresses(destination, destinations, copies, np.where(copies.hop > 0, copies.src, 0))
+            passed_on = _addresses(destinations, copies, np.where(copies.hop > 0, copies.src, 0))
             src = _choose(copies.hop > 0, passed_on, src)
         aliases = self._aliases(copies, src, dst)
-        first_dtype = int(source.dtypes[0])
+        first_dtype = int(sources.patterns[0].dtypes[0])
         self._parts.append(_columns(first_name + copies.tensor, copies, src, dst, aliases, first_dtype))
+
+    def _side(self, entries: Sequence[Entry]) -> "_SideEntries":
+        patterns = {entry.pattern.key: entry.pattern for entry in entries}
+        number = {key: index for index, key in enumerate(patterns)}
+        return _SideEntries(
+            patterns=tuple(patterns.values()),
+            pattern_of=np.array([number[entry.pattern.key] for entry in entries], np.int64),
+            storages=self._storage_table([entry.storages for entry in entries]),
+        )
 
     def _storage_table(self, storages: Sequence[Sequence[str]]) -> IntArray:
         """Storage numbers per tensor and slot."""
@@ -77,17 +105,20 @@ class TableBuilder:
         columns["src_storage"] = storage_of[columns["src_storage"]]
         columns["dst_storage"] = storage_of[columns["dst_storage"]]
         order = _order(columns)
-        typed = {
-            name: np.ascontiguousarray(columns.pop(name)[order].astype(kind)) for name, kind in COLUMN_TYPES.items()
+        typed: dict[str, Any] = {
+            name: np.ascontiguousarray(columns.pop(name)[order], dtype=kind) for name, kind in COLUMN_TYPES.items()
         }
         return CopyTable(names=names, storages=storages, **typed)
 
 
-def _addresses(pattern: Pattern, storages: IntArray, copies: ClassCopies, row: IntArray) -> _Addresses:
-    dtype, strides = pattern.dtypes[row], pattern.strides[row]
-    steps = copies.start - pattern.boxes_start[pattern.box_of[row]]
-    offset = pattern.offsets[row] + (steps * strides).sum(axis=1) * ITEMSIZES[dtype]
-    return _Addresses(storages[copies.tensor, pattern.slots[row]], offset, strides, dtype, pattern.ranks[row])
+def _addresses(side: _SideEntries, copies: ClassCopies, row: IntArray) -> _Addresses:
+    first = side.patterns[0]
+    which = side.pattern_of[copies.tensor]
+    slots, offsets, strides = side.stacked()
+    dtype, own_strides = first.dtypes[row], strides[which, row]
+    steps = copies.start - first.boxes_start[first.box_of[row]]
+    offset = offsets[which, row] + (steps * own_strides).sum(axis=1) * ITEMSIZES[dtype]
+    return _Addresses(side.storages[copies.tensor, slots[which, row]], offset, own_strides, dtype, first.ranks[row])
 
 
 def _choose(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], yes: _Addresses, no: _Addresses) -> _Addresses:
@@ -126,16 +157,21 @@ def _columns(
 
 
 def _stack(parts: Sequence[dict[str, IntArray]]) -> dict[str, IntArray]:
+    """All parts in one set of columns; the parts are emptied as they go, to keep the peak of memory low."""
     width = max((part["start"].shape[1] for part in parts), default=0)
+    total = sum(len(part["name_idx"]) for part in parts)
     columns: dict[str, IntArray] = {}
-    for name in COLUMN_TYPES:
-        if name in WIDE_COLUMNS:
-            padded = [np.pad(part[name], ((0, 0), (0, width - part[name].shape[1]))) for part in parts]
-            columns[name] = np.concatenate([np.zeros((0, width), np.int64), *padded])
-        else:
-            columns[name] = np.concatenate([np.zeros(0, np.int64), *(part[name] for part in parts)])
+    for name, kind in COLUMN_TYPES.items():
+        column = np.zeros((total, width) if name in WIDE_COLUMNS else total, kind)
+        at = 0
         for part in parts:
-            del part[name]
+            values = part.pop(name)
+            if values.ndim == 2:
+                column[at : at + len(values), : values.shape[1]] = values
+            else:
+                column[at : at + len(values)] = values
+            at += len(values)
+        columns[name] = column
     return columns
 
 

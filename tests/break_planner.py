@@ -42,8 +42,8 @@ FAULTS = [
     Fault(
         "one replica sends everything",
         "planner_class",
-        "turn = instance * size + demand.ordinal[at]",
-        "turn = 0 * size",
+        "instance * size + demand.ordinal[at] + rounds + self.seed + self.pieces",
+        "0 * self.pieces",
     ),
     Fault("near replicas are not preferred", "planner_class", "outside = last == first", "outside = last >= first"),
     Fault(
