@@ -8,6 +8,7 @@ executor and by torch. Results are checked before they are timed. ``python -m be
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,10 @@ def device_ways(weights: Weights, table: CopyTable, *, sweep: bool) -> Ways:
     for option in options:
         name = " ".join(f"{key}={int(value)}" for key, value in option.items())
         ways[name] = launcher(_C.DeviceTable(table, **option))
+    if importlib.util.find_spec("triton"):
+        from reshard.triton_copy import TritonTable
+
+        ways["Triton"] = TritonTable(table, device="cuda").launch
     ways["torch copy_ per tensor"] = lambda: copy_each(weights)
     ways["torch _foreach_copy_"] = lambda: torch._foreach_copy_(weights.views, weights.sources)
     return ways
