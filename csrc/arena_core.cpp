@@ -188,7 +188,9 @@ uint64_t ArenaCore::trim_locked(uint64_t keep_free_bytes) {
     if (victims.empty()) return 0;
     driver_->synchronize();
     for (auto& [id, region] : regions_) {
-        if (region.state != RegionState::kReleased || !uses_any(region, victims)) continue;
+        if (region.state != RegionState::kReleased) continue;
+        region.shape.clear();  // whoever trims wants a new start, with large chunks
+        if (!uses_any(region, victims)) continue;
         unmap_run(region.range);
         region.slots.clear();
     }

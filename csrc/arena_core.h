@@ -121,7 +121,8 @@ class ArenaCore {
         std::string group;
         Extent range;
         RegionState state = RegionState::kReserved;
-        std::vector<Slot> slots{};  // mapped chunks in address order; owned ones if BACKED, former ones if RELEASED
+        std::vector<Slot> slots{};      // mapped chunks in address order; owned ones if BACKED, former ones if RELEASED
+        std::vector<uint64_t> shape{};  // sizes of the chunks that backed it last, which it asks for again
         uint64_t generation = 0;
         int64_t num_pins = 0;
         Views views = std::make_shared<std::atomic<int64_t>>(0);
@@ -137,6 +138,8 @@ class ArenaCore {
     uint64_t headroom_bytes() const;
     void choose_and_create(Transition* t);
     void choose(Transition* t, uint64_t headroom_bytes, const std::string& refusal);
+    uint64_t offer_free(Transition* t);
+    bool fill_gaps(Transition* t);
     Refill plan_refill(RegionId id, std::set<ChunkId>* available) const;
     ChunkId add_chunk(Transition* t, uint64_t num_bytes);
     void unmap_old(Transition* t);

@@ -17,12 +17,18 @@ void FillPlanner::add_free(ChunkId chunk, uint64_t num_bytes) {
     free_[num_bytes].push_back(push({num_bytes, Piece::Origin::kExisting, chunk}));
 }
 
-bool FillPlanner::fill(uint64_t num_bytes, std::vector<size_t>* chosen) {
+bool FillPlanner::take_exact(uint64_t num_bytes, std::vector<size_t>* chosen) {
+    uint64_t left = num_bytes;
+    return free_.count(num_bytes) > 0 && take_free(num_bytes, chosen, &left);
+}
+
+bool FillPlanner::fill(uint64_t num_bytes, FillMode mode, std::vector<size_t>* chosen) {
     uint64_t left = num_bytes;
     while (left > 0) {
         const auto ideal = std::find_if(classes_.begin(), classes_.end(), [&](uint64_t size) { return size <= left; });
-        const auto larger = free_.upper_bound(*ideal);
-        if (has_ideal(ideal) || larger == free_.end()) {
+        const auto larger = free_.upper_bound(mode == FillMode::kIdeal ? *ideal : left);
+        const bool use_free = mode == FillMode::kIdeal ? has_ideal(ideal) : free_.begin() != larger;
+        if (use_free || larger == free_.end()) {
             if (take_free(left, chosen, &left) || take_fresh(chosen, &left)) continue;
             short_bytes_ = left;
             return false;

@@ -19,10 +19,18 @@ struct Piece {
     ChunkId source;  // the chunk itself (existing), the chunk that is broken up (broken), or 0 (fresh)
 };
 
-// Fills demands one after the other, with few and therefore large pieces, because a hand-over costs a driver call or
-// two for each. What is left of a demand calls for its ideal class, the largest that fits. In this order: a free chunk
-// of the ideal class, or of the next if there are enough; one that is too large, broken up (a fresh one instead where
-// the demand is below 1/kBreakRatio of it and the headroom allows); smaller free ones; fresh ones.
+// How a demand is met that has never been met before, or one that a region asks for again.
+//   kIdeal: with few and therefore large pieces, because a hand-over costs a driver call or two for each. What is left
+//   of the
+//     demand calls for its ideal class, the largest that fits. In this order: a free chunk of the ideal class, or of
+//     the next if there are enough; one that is too large, broken up; smaller free ones; fresh ones.
+//   kNoBreaking: smaller free ones before anything is broken up, so that hand-overs that repeat come to a steady state:
+//   the
+//     pieces of a chunk that was broken since are all there.
+// Either way a demand below 1/kBreakRatio of the smallest chunk that could be broken is met by a fresh one if there is
+// headroom.
+enum class FillMode { kIdeal, kNoBreaking };
+
 class FillPlanner {
   public:
     static constexpr uint64_t kBreakRatio = 32;
@@ -32,9 +40,11 @@ class FillPlanner {
 
     void add_free(ChunkId chunk, uint64_t num_bytes);
 
-    // The indices into pieces() that fill `num_bytes`, in address order; false if memory is short (then nothing
-    // counts).
-    bool fill(uint64_t num_bytes, std::vector<size_t>* chosen);
+    // Takes a free chunk of exactly this size; false if there is none.
+    bool take_exact(uint64_t num_bytes, std::vector<size_t>* chosen);
+
+    // Appends the indices into pieces() that fill `num_bytes`, in address order; false if memory is short.
+    bool fill(uint64_t num_bytes, FillMode mode, std::vector<size_t>* chosen);
 
     const std::vector<Piece>& pieces() const { return pieces_; }
     const std::vector<size_t>& fresh() const { return fresh_; }  // pieces to create

@@ -4,10 +4,9 @@
 // released that was broken up has lost its bytes. Such a region ends RELEASED and the error says so.
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <utility>
 
-#include "arena_core.h"
+#include "arena_transition.h"
 
 namespace reshard {
 namespace {
@@ -15,38 +14,7 @@ namespace {
 constexpr uint8_t kPoison = 0xA5;
 constexpr ChunkHandle kNoHandle = UINT64_MAX;
 
-std::string size_text(uint64_t num_bytes) {
-    if (num_bytes == UINT64_MAX) return "unlimited";
-    return std::to_string(num_bytes) + " bytes (" + std::to_string(num_bytes >> 20) + " MiB)";
-}
-
 }  // namespace
-
-// A part of a region that gets other chunks. `former` are mapped there now (keep_mappings only).
-struct ArenaCore::Gap {
-    uint64_t offset;
-    uint64_t num_bytes;
-    std::vector<Slot> former;
-    std::vector<size_t> pieces;
-    std::vector<Slot> slots;
-};
-
-struct ArenaCore::Refill {
-    RegionId id;
-    std::vector<Slot> kept;
-    std::vector<Gap> gaps;
-};
-
-struct ArenaCore::Transition {
-    const std::vector<RegionId>& release;
-    const std::vector<RegionId>& back;
-    FillPlanner planner{{}, 0};
-    std::vector<Refill> refills{};
-    std::map<size_t, ChunkId> made{};  // piece -> its chunk, for fresh pieces and those of broken chunks
-    std::set<RegionId> forgotten{};    // regions whose kept mappings went because a chunk was broken
-    std::set<RegionId> lost{};         // regions being released that lost contents already
-    std::vector<std::function<void()>> undo{};
-};
 
 TransitionReport ArenaCore::transition(const std::vector<RegionId>& release, const std::vector<RegionId>& back) {
     const std::lock_guard lock(mutex_);
@@ -121,83 +89,6 @@ void ArenaCore::check_group_budgets(const std::vector<RegionId>& release, const 
     }
 }
 
-// ---- choosing -------------------------------------------------------------------------------------------------------
-
-// A device may hold less than the budget allows: what it refuses to create is then made by breaking up free chunks.
-void ArenaCore::choose_and_create(Transition* t) {
-    uint64_t headroom = headroom_bytes();
-    std::string refusal;
-    for (int attempt = 0;; ++attempt) {
-        choose(t, headroom, refusal);
-        const uint64_t before = counters_.created_bytes;
-        try {
-            for (const size_t piece : t->planner.fresh())
-                t->made[piece] = add_chunk(t, t->planner.pieces()[piece].num_bytes);
-            return;
-        } catch (const Failure& failure) {
-            headroom = attempt == 0 ? counters_.created_bytes - before : 0;
-            refusal = failure.what();
-            const std::string trouble = roll_back(t);
-            if (failure.kind != FailureKind::kOutOfMemory || !trouble.empty() || attempt == 2)
-                throw Failure(failure.kind, refusal + trouble);
-        }
-    }
-}
-
-void ArenaCore::choose(Transition* t, uint64_t headroom, const std::string& refusal) {
-    t->planner = FillPlanner(options_.chunk_classes, headroom);
-    t->refills.clear();
-    t->made.clear();
-    std::set<ChunkId> available;
-    uint64_t available_bytes = 0;
-    const std::set<RegionId> leaving(t->release.begin(), t->release.end());
-    for (const auto& [id, chunk] : chunks_) {
-        if (chunk.owner != 0 && leaving.count(chunk.owner) == 0) continue;
-        available.insert(id);
-        available_bytes += chunk.num_bytes;
-    }
-    for (const RegionId id : t->back) t->refills.push_back(plan_refill(id, &available));
-    // The planner takes the last one added first: chunks that are free already, so that a failure loses no contents.
-    for (const bool is_free : {false, true}) {
-        for (const ChunkId id : available) {
-            const Chunk& chunk = chunks_.at(id);
-            if ((chunk.owner == 0) == is_free) t->planner.add_free(id, chunk.num_bytes);
-        }
-    }
-    for (Refill& refill : t->refills) {
-        for (Gap& gap : refill.gaps) {
-            if (t->planner.fill(gap.num_bytes, &gap.pieces)) continue;
-            const Region& region = at(refill.id);
-            throw Failure(FailureKind::kOutOfMemory,
-                          "region '" + region.name + "' of " + size_text(region.range.num_bytes) +
-                              " can't be backed: " + size_text(t->planner.short_bytes()) + " are missing after " +
-                              size_text(available_bytes) + " free in the arena and " + size_text(headroom) +
-                              " that could be created (budget " + size_text(options_.budget_bytes) + ")" +
-                              (refusal.empty() ? "" : "; the device said: " + refusal) +
-                              "; release a region or raise the budget");
-        }
-    }
-}
-
-ArenaCore::Refill ArenaCore::plan_refill(RegionId id, std::set<ChunkId>* available) const {
-    const Region& region = at(id);
-    Refill refill{id, {}, {}};
-    if (region.slots.empty()) refill.gaps.push_back({0, region.range.num_bytes, {}, {}, {}});
-    bool open = false;
-    for (const Slot& slot : region.slots) {
-        if (available->erase(slot.chunk) > 0) {
-            refill.kept.push_back(slot);
-            open = false;
-            continue;
-        }
-        if (!open) refill.gaps.push_back({slot.offset, 0, {}, {}, {}});
-        open = true;
-        refill.gaps.back().num_bytes += chunks_.at(slot.chunk).num_bytes;
-        refill.gaps.back().former.push_back(slot);
-    }
-    return refill;
-}
-
 ChunkId ArenaCore::add_chunk(Transition* t, uint64_t num_bytes) {
     const ChunkId id = next_chunk_++;
     chunks_.emplace(id, Chunk{num_bytes, create_chunk(num_bytes), 0});
@@ -260,11 +151,13 @@ void ArenaCore::map_new(Transition* t) {
         const Region& region = at(refill.id);
         for (Gap& gap : refill.gaps) {
             uint64_t offset = gap.offset;
-            for (const size_t piece_idx : gap.pieces) {
-                const Piece& piece = t->planner.pieces()[piece_idx];
-                gap.slots.push_back(
-                    {offset, piece.origin == Piece::Origin::kExisting ? piece.source : t->made.at(piece_idx)});
-                offset += piece.num_bytes;
+            for (const std::vector<size_t>& part : gap.parts) {
+                for (const size_t idx : part) {
+                    const Piece& piece = t->planner.pieces()[idx];
+                    const bool exists = piece.origin == Piece::Origin::kExisting;
+                    gap.slots.push_back({offset, exists ? piece.source : t->made.at(idx)});
+                    offset += piece.num_bytes;
+                }
             }
             map_slots(region, gap.slots);
             t->undo.emplace_back(
@@ -289,7 +182,12 @@ void ArenaCore::commit(Transition* t) {
         for (const Gap& gap : refill.gaps) region.slots.insert(region.slots.end(), gap.slots.begin(), gap.slots.end());
         std::sort(region.slots.begin(), region.slots.end(),
                   [](const Slot& a, const Slot& b) { return a.offset < b.offset; });
-        for (const Slot& slot : region.slots) chunks_.at(slot.chunk).owner = refill.id;
+        region.shape.clear();
+        for (const Slot& slot : region.slots) {
+            Chunk& chunk = chunks_.at(slot.chunk);
+            chunk.owner = refill.id;
+            region.shape.push_back(chunk.num_bytes);
+        }
         region.state = RegionState::kBacked;
         ++region.generation;
     }

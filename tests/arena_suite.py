@@ -129,9 +129,9 @@ class ArenaConformance:
             big = arena.reserve("big", 15 * self.unit_bytes)
             write(kv, 3)
             before, account = states(arena), arena.stats
-            with pytest.raises(OutOfMemory, match=r"region 'big' of .* can't be backed: .* missing .* raise the"):
+            with pytest.raises(OutOfMemory, match=r"no memory to back 'big', .* missing .* raise the budget"):
                 arena.handover(kv, big)
-            with pytest.raises(MemoryError, match="region 'bigger'"):
+            with pytest.raises(MemoryError, match="no memory to back 'bigger'"):
                 arena.allocate("bigger", 40 * self.unit_bytes)
             assert (states(arena), arena.stats) == (before, account)
             assert_holds(kv, 3)

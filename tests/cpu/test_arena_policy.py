@@ -5,7 +5,7 @@ import resource
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from reshard import _C
@@ -90,3 +90,24 @@ class ArenaModel(RuleBasedStateMachine):
 
 TestArenaModel = ArenaModel.TestCase
 TestArenaModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    first=st.lists(st.integers(1, 700), min_size=1, max_size=20),
+    second=st.lists(st.integers(1, 700), min_size=1, max_size=20),
+    mode=st.sampled_from(["drop", "keep"]),
+    spare=st.integers(0, 50),
+)
+def test_hand_overs_that_repeat_create_nothing_after_the_first_cycle(first, second, mode, spare):
+    classes = tuple(PAGE << power for power in range(9, -1, -1))
+    budget_bytes = (max(sum(first), sum(second)) + spare) * PAGE
+    with Arena(_C.host_driver(), chunk_classes=classes, budget_bytes=budget_bytes, mappings=mode) as arena:
+        kv = tuple(arena.allocate(f"kv.{i}", pages * PAGE, group="kv") for i, pages in enumerate(first))
+        trainer = tuple(arena.reserve(f"trainer.{i}", pages * PAGE, group="trainer") for i, pages in enumerate(second))
+        for cycle in range(4):
+            for pair in ((kv, trainer), (trainer, kv)):
+                report = arena.handover(*pair)
+                assert cycle == 0 or (report.num_creates, report.num_destroys) == (0, 0)
+                assert mode == "drop" or cycle < 2 or (report.num_maps, report.num_unmaps) == (0, 0)
+                assert arena.core.check() == ""
