@@ -1,9 +1,11 @@
 """The arena on host memory: the conformance suite, and what only the host can show."""
 
 import ctypes
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,3 +135,9 @@ def test_the_symbols_for_pytorch_allocate_from_the_arena():
     info = _C.torch_slot_info(slot)
     assert (info.num_allocs, info.num_frees) == (1, 1)
     with_budget.close()
+
+
+def test_the_page_about_the_arena_runs():
+    page = (Path(__file__).parents[2] / "docs" / "arena.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "docs/arena.md", "exec"), {})
