@@ -1,5 +1,6 @@
 """PyTorch's memory from the arena: where every byte of a training step lies, hand-over, its errors, and offload."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -158,6 +159,7 @@ def test_training_goes_on_as_if_no_memory_had_changed_hands(mode):
         with pytest.raises(StateError, match="drop them before freeing it"):
             arena.close()
         del trainer
+        gc.collect()
         pool.close()
         with pytest.raises(StateError, match=f"pool 'trainer-{mode}' is closed"):
             pool.use().__enter__()
