@@ -49,7 +49,7 @@ def run_and_report(loaded: Loaded) -> int:
     except (InputError, CheckpointError) as error:
         return refuse(error)
     except Aborted as aborted:
-        print(f"{aborted}; the last checkpoint is whole", file=sys.stderr)
+        print(f"{aborted}; what was saved before is whole", file=sys.stderr)
         return 128 + aborted.signum
     if "console" in loaded.config.trainer.logger:
         print(report(result))

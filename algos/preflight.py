@@ -54,7 +54,7 @@ def prepare(config: Config) -> Prepared:
     resume_from = _resume_from(config, paths)
     model_folder = find_model(config.model.path)
     tokenizer = _load_tokenizer(model_folder)
-    loader = _train_loader(config.data, tokenizer)
+    loader = _train_loader(config.data, model_folder, tokenizer)
     steps = config.trainer.total_training_steps or config.trainer.total_epochs * loader.num_batches_per_epoch
     stop_token_ids = find_stop_tokens(model_folder, tokenizer)
     pad = tokenizer.pad_token_id
@@ -67,7 +67,7 @@ def prepare(config: Config) -> Prepared:
         stop_token_ids=stop_token_ids,
         pad_token_id=pad if pad is not None else (stop_token_ids or (0,))[0],
         loader=loader,
-        validation=_val_loader(config.data, tokenizer) if config.trainer.test_freq > 0 else None,
+        validation=_val_loader(config.data, model_folder, tokenizer) if config.trainer.test_freq > 0 else None,
         num_steps=steps,
         resume_from=resume_from,
         reward=load_reward(config.reward.function),
@@ -183,11 +183,24 @@ def _dataset(data: DataConfig, files: tuple[str, ...], max_samples: int, tokeniz
     )
 
 
-def _train_loader(data: DataConfig, tokenizer: Any) -> PromptLoader:
+def _check_positions(dataset: PromptDataset, model_folder: Path) -> None:
+    keys = json.loads((model_folder / "config.json").read_text())
+    limit = keys.get("max_position_embeddings") or keys.get("text_config", {}).get("max_position_embeddings")
+    longest = max(len(dataset[idx].ids) for idx in range(len(dataset)))
+    if limit and longest >= limit:
+        raise InputError(
+            f"the longest prompt has {longest} tokens, which leaves no room for a response in the model's {limit} "
+            f"positions; set data.max_prompt_length below {limit} and data.filter_overlong_prompts=true"
+        )
+
+
+def _train_loader(data: DataConfig, model_folder: Path, tokenizer: Any) -> PromptLoader:
     dataset = _dataset(data, data.train_files, data.train_max_samples, tokenizer)
+    _check_positions(dataset, model_folder)
     return PromptLoader(dataset, data.train_batch_size, shuffle=data.shuffle, seed=data.seed or 0)
 
 
-def _val_loader(data: DataConfig, tokenizer: Any) -> PromptLoader:
+def _val_loader(data: DataConfig, model_folder: Path, tokenizer: Any) -> PromptLoader:
     dataset = _dataset(data, data.val_files, data.val_max_samples, tokenizer)
+    _check_positions(dataset, model_folder)
     return PromptLoader(dataset, data.val_batch_size or data.train_batch_size, shuffle=False, drop_last=False)

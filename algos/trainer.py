@@ -22,7 +22,7 @@ from algos.progress import Reporter
 from algos.stop import StopRequests
 from hybrid.profiler import record_phases
 
-HARMLESS_KEYS = ("trainer.", "model.path")
+HARMLESS_KEYS = ("trainer.",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

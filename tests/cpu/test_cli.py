@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,21 @@ def test_a_model_folder_without_weights_or_tokenizer_is_refused(
     assert "its tokenizer can't be loaded" in refusal(half, capsys, monkeypatch)
 
 
+def test_prompts_that_the_model_has_no_positions_for_are_refused(
+    args: list[str],
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(tiny_model, folder)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**keys, "max_position_embeddings": 16}))
+    line = refusal([*args, f"model.path={folder}"], capsys, monkeypatch)
+    assert re.search(r"the longest prompt has \d+ tokens, which leaves no room .* model's 16 positions", line)
+
+
 def test_a_folder_that_may_not_be_written_is_refused(
     args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +173,7 @@ def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint_that_resumes(args
             if line.startswith("step 1/"):
                 process.send_signal(signal.SIGTERM)
                 break
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 143
     assert "SIGTERM: this step will be finished and a checkpoint written" in err
     assert "Traceback" not in err
@@ -191,9 +207,9 @@ def test_a_second_signal_aborts_at_once_and_the_last_checkpoint_stays(args: list
         for line in process.stdout:
             if line.startswith(("in step 2", "after the first")):
                 process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 130
-    assert "aborted by a second SIGINT; the last checkpoint is whole" in err
+    assert "aborted by a second SIGINT; what was saved before is whole" in err
     assert "Traceback" not in err
     assert (tmp_path / "run" / "checkpoints" / "step_000001" / "state.json").is_file()
 

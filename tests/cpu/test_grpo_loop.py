@@ -103,8 +103,11 @@ def test_a_run_leaves_metrics_completions_config_and_a_model_that_transformers_l
     assert (again.num_steps, again.metrics) == (4, rows)
 
 
-def test_grpo_raises_the_reward(config: dict[str, Any]) -> None:
-    result = train({**config, "trainer.total_training_steps": 25, "rollout.n": 8})
+def test_grpo_raises_the_reward_and_every_rollout_has_the_last_weights(config: dict[str, Any]) -> None:
+    options = {"trainer.total_training_steps": 25, "rollout.n": 8, "ref.kl_metric_samples": 8}
+    result = train({**config, **options})
+    assert result.metrics[-1]["kl/mean"] > 0.5
+    assert max(row["kl/old"] for row in result.metrics) < 1e-3
     rewards = [row["reward/mean"] for row in result.metrics]
     assert sum(rewards[:3]) / 3 < 0.35
     assert sum(rewards[-3:]) / 3 > 0.8
