@@ -82,7 +82,7 @@ def _plan(inputs: PlanInputs) -> Plan:
     pairs = match_names(source, destination, ignore=inputs.ignore)
     classes = _classes(pairs, scope)
     check_dtypes([group.pairs for group in classes], inputs.casts)
-    places = Places.of(inputs.topology, all_ranks)
+    places = Places.of(inputs.topology, all_ranks, source)
     builder = TableBuilder(same_memory=source.memory is not None and source.memory == destination.memory)
     by_rank = FloorCounter(np.arange(places.num_ranks))
     by_node = FloorCounter(places.node) if scope is None and places.fan_out else None

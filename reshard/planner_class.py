@@ -5,7 +5,9 @@ Note: sources
     on the same node, else anywhere. Among equally near sources, pieces rotate: the class has ``m`` like tensors, a
     piece is wanted by ``n`` ranks and held by ``k`` sources, and the ``m * n`` sends go round the ``k`` sources in
     turn, so that loads differ by at most one send. Where ``m * n`` is no multiple of ``k`` and pieces are large, the
-    last tensors are cut into parts, and the parts go round. Every choice depends on the class alone: a rank that
+    last tensors are cut into parts, and the parts go round. Where every source of its own replica serves as many ranks
+    as the others do, a rank takes from its own replica instead, which turns transitions between meshes into regular
+    gathers. Every choice depends on the class alone: a rank that
     plans its own part chooses as all others do.
 
 Note: fan-out
@@ -58,7 +60,7 @@ class Demand:
     """How remote rows choose: send ``ordinal`` of ``size`` that share ``num_near`` sources from ``first_near`` on.
 
     ``team`` rows of one node share a leader: members are rows ``team_first + (0 .. team_size)``, this row is
-    ``member``.
+    ``member``. ``partner`` is a place in the source's ``holding`` to take always, or -1.
     """
 
     row: IntArray
@@ -69,6 +71,7 @@ class Demand:
     team_first: IntArray
     team_size: IntArray
     member: IntArray
+    partner: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +148,25 @@ def _demand(source: Side, pieces: Pieces, rows: Rows, destination: Side, places:
     member, team_size, team_first = _ordinals(piece, label)
     is_head = (member == 0).astype(np.int64)
     ordinal, group_size = _head_ordinals(is_head, team_first, first, last)
-    return Demand(row, first, last - first, ordinal, group_size, team_first, team_size, member)
+    partner = _partners(source, places, atom, rank, first, last)
+    partner[team_size > 1] = -1
+    return Demand(row, first, last - first, ordinal, group_size, team_first, team_size, member, partner)
+
+
+def _partners(
+    source: Side, places: Places, atom: IntArray, rank: IntArray, first: IntArray, last: IntArray
+) -> IntArray:
+    """Places of the near sources in each row's own replica, where taking those is level; else -1."""
+    wanted = atom * (places.num_ranks + 1) + places.replica[rank]
+    at = np.minimum(np.searchsorted(source.by_replica, wanted), len(source.by_replica) - 1)
+    found = source.replica_at[at]
+    fits = (source.by_replica[at] == wanted) & (found >= first) & (found < last)
+    _, size, head = _ordinals(first, last)
+    _, uses, _ = _ordinals(first, last, np.where(fits, found, -1))
+    uneven = ~fits | (uses * (last - first) != size)
+    spoiled = np.zeros(len(first), np.bool_)
+    np.logical_or.at(spoiled, head, uneven)
+    return np.where(spoiled[head], -1, found)
 
 
 def _ordinals(*keys: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -179,8 +200,8 @@ def _head_ordinals(is_head: IntArray, team_first: IntArray, *keys: IntArray) -> 
 
 
 def _instances(pieces: Pieces, demand: Demand, rows: Rows, *, num_tensors: int, itemsize: int) -> Instances:
-    uneven_sources = demand.num_near[(num_tensors * demand.size) % np.maximum(demand.num_near, 1) != 0]
-    uneven_teams = demand.team_size[num_tensors % np.maximum(demand.team_size, 1) != 0]
+    uneven_sources = demand.num_near[(num_tensors * demand.size) % demand.num_near != 0]
+    uneven_teams = demand.team_size[num_tensors % demand.team_size != 0]
     ways = int(max(uneven_sources.max(initial=1), uneven_teams.max(initial=1)))
     largest = int(volumes(pieces.start, pieces.stop)[rows.piece[demand.row]].max(initial=0)) * itemsize
     num_parts = max(min(ways, largest // MIN_PART_BYTES), 1)
@@ -261,7 +282,8 @@ class _Remote:
         turn = (
             instance * size + demand.ordinal[at] + rounds + self.seed + self.pieces.src[self.rows.piece[demand.row[at]]]
         )
-        src = self.source.holding[demand.first_near[at] + turn % num_near]
+        partner = demand.partner[at]
+        src = self.source.holding[np.where(partner >= 0, partner, demand.first_near[at] + turn % num_near)]
         leader = (instance + demand.ordinal[at] + self.seed) % demand.team_size[at]
         follows = leader != demand.member[at]
         team_rows = demand.row[np.minimum(demand.team_first[at] + leader, len(demand.row) - 1)]

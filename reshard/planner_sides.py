@@ -4,34 +4,42 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.boxes import Atoms, Pieces, join, ranges, refine
+from reshard.layout import Layout
 from reshard.pattern import IntArray, Pattern
 from reshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Node and GPU of every rank below ``num_ranks``, GPUs numbered so that those of one node are adjacent."""
+    """Node and GPU of every rank below ``num_ranks``, GPUs numbered so that those of one node are adjacent.
+
+    ``replica`` numbers the ranks that hold the same regions of the source, each from 0: in a mesh, ranks with one
+    number are one data-parallel replica.
+    """
 
     num_ranks: int
     node: IntArray
     gpu: IntArray
+    replica: IntArray
     shares_gpus: bool
     fan_out: bool
 
     @classmethod
-    def of(cls, topology: Topology | None, ranks: IntArray) -> "Places":
+    def of(cls, topology: Topology | None, ranks: IntArray, source: Layout) -> "Places":
         """Places of the ranks that take part; without a topology all are on one node, one per GPU."""
         num = int(ranks.max(initial=-1)) + 1
+        replica = replica_numbers(source, num)
         node, gpu = np.zeros(num, np.int64), np.arange(num, dtype=np.int64)
         if topology is None:
-            return cls(num, node, gpu, shares_gpus=False, fan_out=False)
+            return cls(num, node, gpu, replica, shares_gpus=False, fan_out=False)
         node[ranks], gpu[ranks] = topology.nodes_of(ranks), topology.gpus_of(ranks)
         _, dense_node = np.unique(node, return_inverse=True)
         _, dense_gpu = np.unique(dense_node.astype(np.int64) * (gpu.max() + 1) + gpu, return_inverse=True)
         shares = len(np.unique(dense_gpu[ranks])) < len(ranks)
-        return cls(num, dense_node.astype(np.int64), dense_gpu.astype(np.int64), shares, topology.fan_out)
+        return cls(num, dense_node.astype(np.int64), dense_gpu.astype(np.int64), replica, shares, topology.fan_out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +47,8 @@ class Side:
     """Holdings grouped by atom: ``holding[ptr[a]:ptr[a + 1]]`` hold atom ``a``, by node, GPU, rank and row of the
     pattern.
 
-    ``by_node`` and ``by_gpu`` are sort keys (atom-major) along ``holding``, for range searches; ``by_rank`` is sorted
-    apart, with ``rank_holding`` beside it.
+    ``by_node`` and ``by_gpu`` are sort keys (atom-major) along ``holding``, for range searches. ``by_rank`` is sorted
+    apart, with ``rank_holding`` beside it, and so is ``by_replica``, with the places in ``holding`` in ``replica_at``.
     """
 
     pattern: Pattern
@@ -51,6 +59,8 @@ class Side:
     by_gpu: IntArray
     by_rank: IntArray
     rank_holding: IntArray
+    by_replica: IntArray
+    replica_at: IntArray
 
     @classmethod
     def of(cls, pattern: Pattern, places: Places) -> "Side":
@@ -67,6 +77,8 @@ class Side:
         size = places.num_ranks + 1
         by_rank = atom * size + rank
         sorted_by_rank = np.argsort(by_rank, kind="stable")
+        by_replica = atom * size + places.replica[rank]
+        sorted_by_replica = np.argsort(by_replica, kind="stable")
         return cls(
             pattern=pattern,
             atoms=atoms,
@@ -76,6 +88,8 @@ class Side:
             by_gpu=atom * size + places.gpu[rank],
             by_rank=by_rank[sorted_by_rank],
             rank_holding=holding[sorted_by_rank],
+            by_replica=by_replica[sorted_by_replica],
+            replica_at=sorted_by_replica,
         )
 
 
@@ -104,3 +118,25 @@ def refined_boxes(pattern: Pattern) -> Atoms:
 def _refined(start: bytes, stop: bytes, num: int, ndim: int) -> Atoms:
     shape = (num, ndim)
     return refine(np.frombuffer(start, np.int64).reshape(shape), np.frombuffer(stop, np.int64).reshape(shape))
+
+
+def replica_numbers(source: Layout, num_ranks: int) -> IntArray:
+    """Number of every rank among those that hold the same boxes of the same tensors, in order of ranks."""
+    signature = np.zeros(num_ranks, np.uint64)
+    for index, pattern in enumerate(source.patterns):
+        salt = np.uint64(index + 1) << np.uint64(32)
+        np.add.at(signature, pattern.ranks, _mixed(salt + pattern.box_of.astype(np.uint64)))
+    order = np.argsort(signature, kind="stable")
+    fresh = np.ones(num_ranks, np.bool_)
+    fresh[1:] = np.diff(signature[order]) != 0
+    number = np.empty(num_ranks, np.int64)
+    at = np.arange(num_ranks)
+    number[order] = at - np.maximum.accumulate(np.where(fresh, at, 0))
+    return number
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Well-spread hashes (the finaliser of SplitMix64), wrapping around."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
