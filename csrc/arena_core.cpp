@@ -277,8 +277,10 @@ std::vector<RegionId> ArenaCore::regions(const std::optional<std::string>& group
 
 std::optional<RegionId> ArenaCore::region_at(uint64_t address) const {
     const std::lock_guard lock(mutex_);
-    const auto found = by_address_.find(address);
-    if (found == by_address_.end()) return std::nullopt;
+    auto found = by_address_.upper_bound(address);
+    if (found == by_address_.begin()) return std::nullopt;
+    --found;
+    if (address - found->first >= at(found->second).range.num_bytes) return std::nullopt;
     return found->second;
 }
 

@@ -97,7 +97,7 @@ class ArenaCore {
     void set_group_budget(const std::string& group, uint64_t num_bytes);
     RegionInfo info(RegionId id) const;
     std::vector<RegionId> regions(const std::optional<std::string>& group) const;
-    std::optional<RegionId> region_at(uint64_t address) const;
+    std::optional<RegionId> region_at(uint64_t address) const;       // that holds the address
     std::vector<std::pair<uint64_t, uint64_t>> chunk_sizes() const;  // (bytes, how many)
     ArenaCounters counters() const;
     Views views(RegionId id) const;

@@ -70,7 +70,8 @@ class ArenaConformance:
             region = arena.allocate("odd", 5 * self.unit_bytes - 3)
             assert region.num_bytes == 5 * self.unit_bytes == arena.stats.backed_bytes
             assert region.num_chunks == 2
-            assert arena.region_at(region.address) == region and arena.region_at(region.address + 1) is None
+            assert arena.region_at(region.address) == arena.region_at(region.address + region.num_bytes - 1) == region
+            assert arena.region_at(region.address + region.num_bytes) is arena.region_at(region.address - 1) is None
 
     @pytest.mark.parametrize("mode", MODES)
     def test_hand_overs_keep_addresses_and_neighbours_and_create_nothing(self, mode: str) -> None:

@@ -327,7 +327,7 @@ class Arena:
         return tuple(ArenaRegion(self._core, region_id) for region_id in self._core.regions(group))
 
     def region_at(self, address: int) -> ArenaRegion | None:
-        """The region that starts at ``address``."""
+        """The region that holds ``address``, if one does."""
         region_id = self._core.region_at(address)
         return None if region_id is None else ArenaRegion(self._core, region_id)
 
