@@ -191,8 +191,9 @@ class Channel:
     @property
     def peer_has_closed(self) -> bool:
         """Whether the other end is closed, as it is once its process has died. Never waits."""
+        self._sock.settimeout(0.0)
         try:
-            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            return self._sock.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False
         except OSError:
