@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, StateError
 from reshard.plan import Plan
-from reshard.transports.base import BoundTransfer, Tensors, Transport, endpoints
+from reshard.transports.base import BoundTransfer, Tensors, Transport, endpoints, rank_copies
 from reshard.transports.local import LocalTransport
 from reshard.verify import verify_local_copies
 
@@ -216,13 +216,13 @@ class Resharder:
         self.close()
 
     def _initial_stats(self) -> TransitionStats:
-        copies = self.plan.copies_of(self.rank)
+        copies = rank_copies(self.plan, self.rank)
         arriving = [c for c in copies if c.dst_rank == self.rank]
         return TransitionStats(
             transport=self._transport.name,
             num_copies=len(copies),
             num_launches=self._bound.num_launches,
-            received_bytes=self.plan.received_bytes(self.rank),
+            received_bytes=sum(c.moved_bytes for c in arriving),
             local_bytes=sum(c.written_bytes for c in arriving if c.is_local and not c.is_alias),
             aliased_bytes=sum(c.written_bytes for c in arriving if c.is_alias),
             staging_bytes=self._bound.staging_bytes,

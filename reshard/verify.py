@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.dtype import DType
 from reshard.errors import VerifyError
 from reshard.plan import Address, Plan
+from reshard.transports.base import rank_copies
 
 if TYPE_CHECKING:
     import torch
@@ -13,9 +15,20 @@ if TYPE_CHECKING:
     from reshard.transports.base import Endpoint
 
 
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch dtype of `dtype`."""
+    import torch
+
+    found: torch.dtype = torch.__dict__[dtype.value]
+    return found
+
+
 def box_view(tensor: torch.Tensor, address: Address, shape: tuple[int, ...]) -> torch.Tensor:
     """A view of `shape` on the storage of `tensor`, where `address` says; shares memory, copies nothing."""
-    return tensor.detach().as_strided(shape, address.strides, address.offset_bytes // address.dtype.itemsize)
+    import torch
+
+    empty = torch.empty(0, dtype=torch_dtype(address.dtype), device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), address.offset_bytes // address.dtype.itemsize, shape, address.strides)
 
 
 def verify_local_copies(plan: Plan, rank: int, source: Endpoint, destination: Endpoint) -> int:
@@ -27,7 +40,7 @@ def verify_local_copies(plan: Plan, rank: int, source: Endpoint, destination: En
         VerifyError: names the tensor, its canonical index and both values.
     """
     compared = 0
-    for c in plan.copies_of(rank):
+    for c in rank_copies(plan, rank):
         if not c.is_local or c.region.is_empty:
             continue
         shape = c.region.shape

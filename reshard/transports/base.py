@@ -6,7 +6,7 @@ A transport is bound once (`Transport.bind`): addresses are resolved, tables bui
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
+RAW_MEMORY = "uint8"
+"""A uint8 tensor stands for raw memory: a Layout may place elements of any dtype in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ def endpoints(plan: Plan, rank: int, source: Tensors, destination: Tensors) -> t
     """Both sides of `rank`'s part of `plan`, checked against the live tensors."""
     from_source: list[tuple[Address, Region]] = []
     at_destination: list[tuple[Address, Region]] = []
-    for c in plan.copies_of(rank):
+    for c in rank_copies(plan, rank):
         if c.src_rank == rank:
             (from_source if c.hop == 0 else at_destination).append((c.src, c.region))
         if c.dst_rank == rank:
@@ -111,6 +113,12 @@ def endpoints(plan: Plan, rank: int, source: Tensors, destination: Tensors) -> t
         Endpoint.of("source", source, from_source),
         Endpoint.of("destination", destination, at_destination),
     )
+
+
+def rank_copies(plan: Plan, rank: int) -> Sequence[Copy]:
+    """The copies that `rank` takes part in; none for a rank of the group that neither Layout names."""
+    outside = plan.inputs.ranks is None and rank not in plan.scope
+    return () if outside else plan.copies_of(rank)
 
 
 def source_address(copy: Copy, source: Endpoint, destination: Endpoint) -> int:
@@ -137,7 +145,7 @@ def _check_storage(side: str, tensors: Tensors, address: Address) -> None:
             f"(have {len(tensors)}: {near}, ...); pass the tensors that the Layout was made from"
         )
     found = str(tensors[address.storage].dtype).removeprefix("torch.")
-    if found != address.dtype.value:
+    if found not in (address.dtype.value, RAW_MEMORY):
         raise LayoutError(
             f"{side} tensor {address.storage!r} is {found} but its Layout says {address.dtype.value}; "
             "make the Layout again after changing a dtype"

@@ -21,7 +21,7 @@ from reshard.errors import PeerTimeout, PlanError, StateError, TransportError
 from reshard.plan import Copy, Plan
 from reshard.schedule import ALIGNMENT_BYTES, Message, pack_pair
 from reshard.table import CopyEntry, make_table
-from reshard.transports.base import BoundTransfer, Endpoint, source_address
+from reshard.transports.base import BoundTransfer, Endpoint, rank_copies, source_address
 from reshard.transports.local import copy_entry, local_tables
 from reshard.transports.runner import TableRunner, common_device
 
@@ -61,7 +61,7 @@ class CollectiveTransport:
         if outside:
             raise PlanError(f"ranks {outside} of the Plan are outside its group of {world_size}: make the group larger")
         device = common_device(source, destination) or torch.device("cpu")
-        copies = plan.copies_of(rank)
+        copies = rank_copies(plan, rank)
         traffic = [c for c in copies if not c.is_local]
         hops = sorted({c.hop for c in copies})
         num_peers, num_hops = self._agree(plan, _num_peers(traffic, rank), 1 + max(hops, default=0), device)

@@ -13,7 +13,7 @@ from reshard.errors import PlanError
 from reshard.plan import Copy, Plan
 from reshard.schedule import wire_dtype
 from reshard.table import CopyEntry, make_table
-from reshard.transports.base import BoundTransfer, Endpoint, source_address
+from reshard.transports.base import BoundTransfer, Endpoint, rank_copies, source_address
 from reshard.transports.runner import TableRunner, common_device
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class LocalTransport:
         Raises:
             PlanError: a copy crosses ranks, or the two sides live on different devices.
         """
-        copies = plan.copies_of(rank)
+        copies = rank_copies(plan, rank)
         crossing = [c for c in copies if not c.is_local]
         if crossing:
             c = crossing[0]
@@ -59,11 +59,19 @@ def local_tables(copies: Sequence[Copy], source: Endpoint, destination: Endpoint
     """
     by_hop: dict[int, list[CopyEntry]] = {}
     for c in copies:
-        src, dst = source_address(c, source, destination), destination.base(c.dst)
-        if c.is_alias or (src == dst and c.src.strides == c.dst.strides and c.src.dtype is c.dst.dtype):
+        if is_in_place(c, source, destination):
             continue
+        src, dst = source_address(c, source, destination), destination.base(c.dst)
         by_hop.setdefault(c.hop, []).append(copy_entry(c, src=src, dst=dst))
     return [make_table(by_hop[hop]) for hop in sorted(by_hop)]
+
+
+def is_in_place(copy: Copy, source: Endpoint, destination: Endpoint) -> bool:
+    """Whether a copy inside the rank has nothing to do: an alias, or bytes onto themselves."""
+    if not copy.is_local or copy.is_alias:
+        return copy.is_alias
+    same_place = source_address(copy, source, destination) == destination.base(copy.dst)
+    return same_place and copy.src.strides == copy.dst.strides and not copy.is_cast
 
 
 def copy_entry(
