@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -152,6 +152,21 @@ class Layout:
         from reshard.torch_layout import layout_from_tensors
 
         return layout_from_tensors(named, rank=rank, memory=memory, ties=ties)
+
+    @classmethod
+    def from_loader(
+        cls,
+        load_weights: Callable[[Any], object],
+        checkpoint: Iterable[TensorSpec],
+        parameters: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        memory: str | None = None,
+    ) -> "Layout":
+        """What an engine's own loader does with a checkpoint; see ``reshard.loader_layout.trace_loader``."""
+        from reshard.loader_layout import layout_from_loader
+
+        return layout_from_loader(load_weights, checkpoint, parameters, rank=rank, memory=memory)
 
     @classmethod
     def from_parallel(
