@@ -168,7 +168,7 @@ def main() -> None:
         theirs = trl_step_cpu.run(task, options.model, between_steps=ours.run)
         result["trl"] = {"step": summary(theirs["seconds"][1:]), **theirs}
     result["ours"] = {name: summary(values[1:]) for name, values in ours.seconds.items()}
-    result["ours"].update(seconds=ours.seconds["step"], response_length=ours.lengths, reward=ours.rewards)
+    result["ours"].update(seconds=ours.seconds["step"], response_length=ours.lengths, mean_reward=ours.rewards)
     if "trl" in result:
         result["ratio"] = result["ours"]["step"]["median"] / result["trl"]["step"]["median"]
     print(json.dumps(result, indent=1))
