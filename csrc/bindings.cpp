@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, module) {
 #endif
     module.def("driver_available", &reshard::driver::available);
     reshard::bind_copy(module);
+    reshard::bind_quant(module);
     reshard::bind_arena(module);
     reshard::bind_counters(module);
 }

@@ -8,6 +8,9 @@ namespace reshard {
 // Copy tables: checks, execution on the host and on a device (copy_bindings.cpp).
 void bind_copy(pybind11::module_& module);
 
+// Quantising copies (quant_bindings.cpp).
+void bind_quant(pybind11::module_& module);
+
 // Arena: physical memory, address ranges and their exchange (arena_bindings.cpp).
 void bind_arena(pybind11::module_& module);
 

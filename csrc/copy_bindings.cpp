@@ -9,6 +9,7 @@
 #include "copy_host.h"
 #include "copy_table.h"
 #include "copy_tiles.h"
+#include "record_view.h"
 #ifdef RESHARD_CUDA_KERNELS
 #include "copy_device.h"
 #endif
@@ -18,41 +19,23 @@ namespace py = pybind11;
 namespace reshard {
 namespace {
 
-// A view of a COPY_RECORD array. The buffer keeps the array alive and unmoved while it exists.
-class TableView {
-  public:
-    explicit TableView(const py::buffer& buffer) : info_(buffer.request()) {
-        const bool fits = info_.ndim == 1 && info_.itemsize == sizeof(CopyRecord) &&
-                          (info_.shape[0] < 2 || info_.strides[0] == static_cast<py::ssize_t>(sizeof(CopyRecord)));
-        if (!fits)
-            throw std::invalid_argument(
-                "expected a contiguous 1-d array of 128-byte copy records (reshard.table.make_table), but got " +
-                std::to_string(info_.ndim) + "-d data with items of " + std::to_string(info_.itemsize) + " bytes");
-    }
-
-    Table table() const {
-        return {static_cast<const CopyRecord*>(info_.ptr), static_cast<std::size_t>(info_.shape[0])};
-    }
-
-  private:
-    py::buffer_info info_;
-};
+constexpr char kTableMaker[] = "reshard.table.make_table";
 
 void copy_host_of(const py::buffer& buffer, int num_threads) {
-    const TableView view(buffer);
+    const RecordView<CopyRecord> view(buffer, kTableMaker);
     py::gil_scoped_release release;
-    copy_host(view.table(), num_threads);
+    copy_host(view.records(), num_threads);
 }
 
 std::vector<std::uint64_t> checksum_host_of(const py::buffer& buffer, bool of_destination, int num_threads) {
-    const TableView view(buffer);
+    const RecordView<CopyRecord> view(buffer, kTableMaker);
     py::gil_scoped_release release;
-    return checksum_host(view.table(), of_destination, num_threads);
+    return checksum_host(view.records(), of_destination, num_threads);
 }
 
 std::optional<py::tuple> find_overlap_of(const py::buffer& buffer) {
-    const TableView view(buffer);
-    const auto overlap = find_overlap(view.table());
+    const RecordView<CopyRecord> view(buffer, kTableMaker);
+    const auto overlap = find_overlap(view.records());
     if (!overlap) return std::nullopt;
     return py::make_tuple(overlap->first, overlap->second, overlap->with_source);
 }
@@ -68,27 +51,27 @@ TilePlan plan_of(Table table, const TileOptions& options) {
 
 void run_tiles_on_host_of(const py::buffer& buffer, std::uint32_t tile_vectors, bool wide_casts,
                           std::uint32_t max_vectors) {
-    const TableView view(buffer);
-    run_tiles_on_host(plan_of(view.table(), {tile_vectors, wide_casts, max_vectors}));
+    const RecordView<CopyRecord> view(buffer, kTableMaker);
+    run_tiles_on_host(plan_of(view.records(), {tile_vectors, wide_casts, max_vectors}));
 }
 
 std::vector<std::uint64_t> checksum_tiles_on_host_of(const py::buffer& buffer, bool of_destination,
                                                      std::uint32_t max_vectors) {
-    const TableView view(buffer);
+    const RecordView<CopyRecord> view(buffer, kTableMaker);
     TileOptions options;
     options.max_vectors = max_vectors;
-    return checksum_tiles_on_host(plan_of(view.table(), options), view.table().size(), of_destination);
+    return checksum_tiles_on_host(plan_of(view.records(), options), view.records().size(), of_destination);
 }
 
 #ifdef RESHARD_CUDA_KERNELS
 std::unique_ptr<DeviceTable> make_device_table(const py::buffer& buffer, int device, std::uint32_t tile_vectors,
                                                bool wide_casts, int vectors_in_flight, int blocks_per_sm,
                                                std::uint64_t copy_engine_min_bytes) {
-    const TableView view(buffer);
+    const RecordView<CopyRecord> view(buffer, kTableMaker);
     py::gil_scoped_release release;
     const DeviceOptions options{
         device, {tile_vectors, wide_casts}, vectors_in_flight, blocks_per_sm, copy_engine_min_bytes};
-    return std::make_unique<DeviceTable>(view.table(), options);
+    return std::make_unique<DeviceTable>(view.records(), options);
 }
 
 void bind_device_table(py::module_& module) {
@@ -114,7 +97,9 @@ void bind_device_table(py::module_& module) {
 
 void bind_copy(py::module_& module) {
     module.def(
-        "check_records", [](const py::buffer& buffer) { check_records(TableView(buffer).table()); }, py::arg("table"));
+        "check_records",
+        [](const py::buffer& buffer) { check_records(RecordView<CopyRecord>(buffer, kTableMaker).records()); },
+        py::arg("table"));
     module.def("find_overlap", &find_overlap_of, py::arg("table"));
     module.def("copy_host", &copy_host_of, py::arg("table"), py::arg("num_threads") = 0);
     module.def("checksum_host", &checksum_host_of, py::arg("table"), py::kw_only(), py::arg("of_destination"),

@@ -1,16 +1,12 @@
 #include "copy_host.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <stdexcept>
-#include <system_error>
-#include <thread>
 
 #include "convert.h"
 #include "host_rows.h"
+#include "host_threads.h"
 
 namespace reshard {
 namespace {
@@ -18,12 +14,6 @@ namespace {
 constexpr std::int64_t kPieceBytes = 1 << 20;           // read plus written, by one thread at a time
 constexpr std::int64_t kStreamingBytes = 16ll << 20;    // tables that write more than this go past the caches
 constexpr std::int64_t kPieceAlignmentElements = 1024;  // pieces of one row begin on common cache lines
-
-int available_threads() {
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    return std::max(1u, std::thread::hardware_concurrency());
-}
 
 // Elements [begin, end) of one record, in row-major order.
 struct Piece {
@@ -62,26 +52,6 @@ class Pieces {
     Table table_;
     std::vector<std::int64_t> first_;
 };
-
-// Calls work(piece) for every piece, on up to num_threads threads, and after_thread() on each when it is through.
-template <typename Work, typename AfterThread>
-void run_pieces(const Pieces& pieces, int num_threads, Work work, AfterThread after_thread) {
-    if (num_threads < 0) throw std::invalid_argument("num_threads must be 0 (all) or more, not negative");
-    std::atomic<std::int64_t> next{0};
-    const auto loop = [&] {
-        for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces.count();) work(pieces[i]);
-        after_thread();
-    };
-    const int wanted = num_threads == 0 ? available_threads() : num_threads;
-    const std::int64_t helpers = std::min<std::int64_t>(wanted, pieces.count()) - 1;
-    std::vector<std::jthread> threads;
-    try {
-        for (std::int64_t i = 0; i < helpers; ++i) threads.emplace_back(loop);
-    } catch (const std::system_error&) {
-        // The system has no more threads: those that started, and this one, do the work.
-    }
-    loop();
-}
 
 // Calls row(src, dst, first element, count) for the parts of rows that make up a piece.
 template <typename Row>
@@ -161,7 +131,9 @@ void copy_host(Table table, int num_threads) {
     std::vector<RowCopy> row_copies;
     row_copies.reserve(table.size());
     for (const CopyRecord& record : table) row_copies.push_back(choose_row_copy(record, streaming));
-    const auto work = [&](const Piece& piece) {
+    const Pieces pieces(table);
+    const auto work = [&](std::int64_t i) {
+        const Piece piece = pieces[i];
         const CopyRecord& record = table[piece.record];
         const RowCopy copy = row_copies[piece.record];
         for_each_row(record, piece,
@@ -169,7 +141,7 @@ void copy_host(Table table, int num_threads) {
                          copy(src, dst, count, record.src_strides[3], record.dst_strides[3], record.src_itemsize);
                      });
     };
-    run_pieces(Pieces(table), num_threads, work, [&] {
+    run_on_threads(pieces.count(), num_threads, work, [&] {
         if (streaming) finish_streaming();
     });
 }
@@ -177,12 +149,14 @@ void copy_host(Table table, int num_threads) {
 std::vector<std::uint64_t> checksum_host(Table table, bool of_destination, int num_threads) {
     check_records(table);
     std::vector<std::uint64_t> sums(table.size(), 0);
-    const auto work = [&](const Piece& piece) {
+    const Pieces pieces(table);
+    const auto work = [&](std::int64_t i) {
+        const Piece piece = pieces[i];
         const CopyRecord& record = table[piece.record];
         const RowCopy cast = of_destination ? nullptr : choose_cast_to_contiguous(record);
         std::atomic_ref<std::uint64_t>(sums[piece.record]).fetch_add(checksum_piece(record, piece, cast));
     };
-    run_pieces(Pieces(table), num_threads, work, [] {});
+    run_on_threads(pieces.count(), num_threads, work);
     return sums;
 }
 

@@ -4,6 +4,7 @@ Addresses are absolute, as integers; whoever owns the memory keeps it alive unti
 done. Malformed arguments raise ValueError. A ``table`` is a contiguous 1-d array of ``reshard.table.COPY_RECORD``.
 """
 
+from reshard.quant import QuantTable
 from reshard.table import CopyTable
 
 CUDA_KERNELS: bool
@@ -114,6 +115,41 @@ class DeviceTable:
     def device_bytes(self) -> int:
         """Device memory that the table holds."""
 
+# Quantising copies (csrc/quant_bindings.cpp); a ``table`` is an array of ``reshard.quant.QUANT_RECORD``.
+
+def quantize_host(table: QuantTable, num_threads: int = 0) -> None:
+    """Run every record on host memory and return when all is written. Releases the GIL; 0 threads for all cores."""
+
+class QuantDeviceTable:
+    """A quantising table on a CUDA device: uploaded once, launched any number of times. Where CUDA_KERNELS only."""
+
+    def __init__(self, table: QuantTable, *, device: int = -1) -> None:
+        """Check and upload ``table``. Blocks; not inside a graph capture.
+
+        Args:
+            table: addresses are kept, memory is borrowed.
+            device: CUDA ordinal; -1 is the device of the calling thread's current context.
+
+        Raises:
+            ValueError: a malformed record.
+            RuntimeError: no driver, or a CUDA call failed; the message has CUDA's error.
+        """
+
+    def launch(self, stream: int) -> None:
+        """Queue one run on ``stream`` (a raw cudaStream_t of this device). Neither blocks nor allocates; capturable."""
+
+    @property
+    def device(self) -> int:
+        """CUDA ordinal of the device that runs the table."""
+
+    @property
+    def num_launches(self) -> int:
+        """Kernel launches of one run: 1, or 0 for an empty table."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the table holds."""
+
 # Arena (csrc/arena_bindings.cpp). Everything here releases the GIL and is safe from any thread. OutOfMemory, StateError and
 # DeviceError are those of reshard.errors; a DeviceError has the call and the driver's own name of the error in its message.
 
@@ -190,6 +226,11 @@ class TransitionReport:
     num_maps: int
     num_unmaps: int
     elapsed_us: float
+    synchronize_us: float
+    create_us: float
+    map_us: float
+    allow_us: float
+    unmap_us: float
 
 class ArenaCore:
     """The books of an arena and its one change of state; see reshard.arena.Arena for the contract of each method."""
@@ -227,7 +268,7 @@ class ArenaCore:
     def regions(self, group: str | None) -> list[int]:
         """Ids in the order of making."""
     def region_at(self, address: int) -> int | None:
-        """The region that starts there."""
+        """The region that holds it."""
     def chunk_sizes(self) -> list[tuple[int, int]]:
         """Pairs of (bytes, how many), largest first."""
     def counters(self) -> ArenaCounters:

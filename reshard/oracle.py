@@ -71,3 +71,24 @@ def _bytes_of(address: int, extents: list[int], strides: Iterable[int], itemsize
     num_bytes = itemsize + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).as_strided((*extents, itemsize), (*steps, 1))
+
+
+def quantize_reference(
+    values: torch.Tensor, *, mode: str, through_bf16: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``[rows, columns]`` as reshard.quant says; returns float8_e4m3fn values and float32 scales.
+
+    Finite values only: a cast of torch's saturates nothing, but scaled values stay below 464, which rounds to 448.
+    """
+    wide = (values.to(torch.bfloat16) if through_bf16 else values).float()
+    rows, columns = wide.shape
+    if mode == "rows":
+        scale = (wide.abs().amax(dim=1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+        return (wide / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128, device=wide.device)
+    padded[:rows, :columns] = wide
+    blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-4)
+    scale = amax * torch.tensor(1.0, device=wide.device).div(torch.tensor(448.0, device=wide.device))
+    quantized = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn)
+    return quantized.view(padded.shape)[:rows, :columns].contiguous(), scale[:, 0, :, 0]
