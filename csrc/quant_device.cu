@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "copy_vectors.cuh"
@@ -43,19 +44,34 @@ __device__ __forceinline__ float load_one(const QuantRecord& record, const char*
                                          : through(record, DeviceFloat16::unpack2(half).x);
 }
 
-// Four consecutive elements by one access.
-__device__ __forceinline__ float4 load_four(const QuantRecord& record, const char* at) {
+// Four consecutive elements of a type, by one access.
+template <std::uint8_t kSrc>
+__device__ __forceinline__ float4 load_four(const char* at, bool through_bf16) {
     float4 x;
-    if (record.src_dtype == kFloat32) {
+    if constexpr (kSrc == kFloat32) {
         x = __ldcs(reinterpret_cast<const float4*>(at));
     } else {
+        using Half = std::conditional_t<kSrc == kBFloat16, DeviceBFloat16, DeviceFloat16>;
         const uint2 halves = __ldcs(reinterpret_cast<const uint2*>(at));
-        const bool is_bf16 = record.src_dtype == kBFloat16;
-        const float2 low = is_bf16 ? DeviceBFloat16::unpack2(halves.x) : DeviceFloat16::unpack2(halves.x);
-        const float2 high = is_bf16 ? DeviceBFloat16::unpack2(halves.y) : DeviceFloat16::unpack2(halves.y);
+        const float2 low = Half::unpack2(halves.x);
+        const float2 high = Half::unpack2(halves.y);
         x = {low.x, low.y, high.x, high.y};
     }
-    return {through(record, x.x), through(record, x.y), through(record, x.z), through(record, x.w)};
+    if (kSrc == kBFloat16 || !through_bf16) return x;
+    const float2 low = DeviceBFloat16::unpack2(DeviceBFloat16::pack2(x.x, x.y));
+    const float2 high = DeviceBFloat16::unpack2(DeviceBFloat16::pack2(x.z, x.w));
+    return {low.x, low.y, high.x, high.y};
+}
+
+// Calls visit(std::integral_constant) with the source's type as a constant.
+template <typename Visit>
+__device__ __forceinline__ void with_type(std::uint8_t dtype, Visit visit) {
+    if (dtype == kFloat32)
+        visit(std::integral_constant<std::uint8_t, kFloat32>{});
+    else if (dtype == kBFloat16)
+        visit(std::integral_constant<std::uint8_t, kBFloat16>{});
+    else
+        visit(std::integral_constant<std::uint8_t, kFloat16>{});
 }
 
 __device__ __forceinline__ std::uint32_t amax_of(std::uint32_t amax, float4 x) {
@@ -82,20 +98,24 @@ __device__ std::uint32_t block_amax(std::uint32_t amax, std::uint32_t* shared) {
 }
 
 // A block of 128 x 128 with four elements a lane and 16 rows a warp: read once, kept in registers.
-__device__ void quantize_block(const QuantRecord& record, std::int64_t first_row, std::int64_t first_column,
-                               float* scale_at, std::uint32_t* shared) {
+template <std::uint8_t kSrc>
+__device__ __forceinline__ void quantize_block(const QuantRecord& record, std::int64_t first_row,
+                                               std::int64_t first_column, float* scale_at, std::uint32_t* shared) {
     const std::int64_t row0 = first_row + threadIdx.x / 32;
     const std::int64_t column = first_column + threadIdx.x % 32 * 4;
     const char* src = reinterpret_cast<const char*>(record.src) + column * record.src_strides[1];
     char* dst = reinterpret_cast<char*>(record.dst) + column;
+    const std::int64_t src_stride = record.src_strides[0], dst_stride = record.dst_strides[0];
+    const std::int64_t num_rows = record.extents[0];
     const bool inside = column < record.extents[1];
+    const bool through_bf16 = record.through_bf16 != 0;
     float4 x[kRowsPerWarp];
     std::uint32_t amax = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerWarp; ++i) {
         const std::int64_t row = row0 + i * kWarps;
         x[i] = {0, 0, 0, 0};
-        if (inside && row < record.extents[0]) x[i] = load_four(record, src + row * record.src_strides[0]);
+        if (inside && row < num_rows) x[i] = load_four<kSrc>(src + row * src_stride, through_bf16);
     }
 #pragma unroll
     for (int i = 0; i < kRowsPerWarp; ++i) amax = amax_of(amax, x[i]);
@@ -105,10 +125,10 @@ __device__ void quantize_block(const QuantRecord& record, std::int64_t first_row
 #pragma unroll
     for (int i = 0; i < kRowsPerWarp; ++i) {
         const std::int64_t row = row0 + i * kWarps;
-        if (!inside || row >= record.extents[0]) continue;
+        if (!inside || row >= num_rows) continue;
         const unsigned word =
             quantize_two(x[i].x * inverse, x[i].y * inverse) | quantize_two(x[i].z * inverse, x[i].w * inverse) << 16;
-        __stcs(reinterpret_cast<unsigned*>(dst + row * record.dst_strides[0]), word);
+        __stcs(reinterpret_cast<unsigned*>(dst + row * dst_stride), word);
     }
 }
 
@@ -145,16 +165,22 @@ __device__ bool fits_vectors(const QuantRecord& record) {
 }
 
 // One contiguous row, four elements at a time, read twice (the second time mostly from the caches).
-__device__ void quantize_row(const QuantRecord& record, std::int64_t row, float* scale_at, std::uint32_t* shared) {
+template <std::uint8_t kSrc>
+__device__ __forceinline__ void quantize_row(const QuantRecord& record, std::int64_t row, float* scale_at,
+                                             std::uint32_t* shared) {
     const char* src = reinterpret_cast<const char*>(record.src) + row * record.src_strides[0];
     char* dst = reinterpret_cast<char*>(record.dst) + row * record.dst_strides[0];
+    constexpr int kSize = kSrc == kFloat32 ? 4 : 2;
+    const std::int64_t columns = record.extents[1];
+    const bool through_bf16 = record.through_bf16 != 0;
     std::uint32_t amax = 0;
-    for (std::int64_t column = 4 * threadIdx.x; column < record.extents[1]; column += 4 * kThreads)
-        amax = amax_of(amax, load_four(record, src + column * record.src_strides[1]));
+#pragma unroll 4
+    for (std::int64_t column = 4 * threadIdx.x; column < columns; column += 4 * kThreads)
+        amax = amax_of(amax, load_four<kSrc>(src + column * kSize, through_bf16));
     const float scale = group_scale(QuantMode::kRows, block_amax(amax, shared));
     if (threadIdx.x == 0) *scale_at = scale;
-    for (std::int64_t column = 4 * threadIdx.x; column < record.extents[1]; column += 4 * kThreads) {
-        const float4 x = load_four(record, src + column * record.src_strides[1]);
+    for (std::int64_t column = 4 * threadIdx.x; column < columns; column += 4 * kThreads) {
+        const float4 x = load_four<kSrc>(src + column * kSize, through_bf16);
         const unsigned word = quantize_two(x.x / scale, x.y / scale) | quantize_two(x.z / scale, x.w / scale) << 16;
         __stcs(reinterpret_cast<unsigned*>(dst + column), word);
     }
@@ -174,11 +200,12 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
         const std::int64_t row = by_rows ? down : down * kQuantBlock, column = across * kQuantBlock;
         const bool fits = fits_vectors(record);
         if (by_rows && fits)
-            quantize_row(record, row, scale_at, shared);
+            with_type(record.src_dtype, [&](auto type) { quantize_row<type.value>(record, row, scale_at, shared); });
         else if (by_rows)
             quantize_group(record, row, 0, 1, record.extents[1], scale_at, shared);
         else if (fits)
-            quantize_block(record, row, column, scale_at, shared);
+            with_type(record.src_dtype,
+                      [&](auto type) { quantize_block<type.value>(record, row, column, scale_at, shared); });
         else
             quantize_group(record, row, column, min(kQuantBlock, record.extents[0] - row),
                            min(kQuantBlock, record.extents[1] - column), scale_at, shared);

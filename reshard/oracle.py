@@ -82,13 +82,14 @@ def quantize_reference(
     """
     wide = (values.to(torch.bfloat16) if through_bf16 else values).float()
     rows, columns = wide.shape
+    largest = torch.full((), 448.0, device=wide.device)  # a tensor: by a Python number, torch on CUDA divides inexactly
     if mode == "rows":
-        scale = (wide.abs().amax(dim=1, keepdim=True) / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+        scale = (wide.abs().amax(dim=1, keepdim=True) / largest).clamp(min=1.0 / (448.0 * 512.0))
         return (wide / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
     padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128, device=wide.device)
     padded[:rows, :columns] = wide
     blocks = padded.view(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
     amax = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-4)
-    scale = amax * torch.tensor(1.0, device=wide.device).div(torch.tensor(448.0, device=wide.device))
+    scale = amax * largest.reciprocal()
     quantized = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn)
     return quantized.view(padded.shape)[:rows, :columns].contiguous(), scale[:, 0, :, 0]
