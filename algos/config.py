@@ -213,6 +213,18 @@ class KlControlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """``algorithm.rollout_correction.*``: generation's probabilities are not quite the trainer's."""
+
+    rollout_is: str = key(
+        "none",
+        "weigh the loss by trainer's over generation's probability, a token or a whole response at a time",
+        choices=("none", "token", "sequence"),
+    )
+    rollout_is_threshold: float = key(2.0, "largest such weight", above=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """``algorithm.*``: from scores to advantages."""
 
@@ -222,6 +234,7 @@ class AlgorithmConfig:
     gamma: float = key(1.0, "discount of later tokens, for reinforce_plus_plus", above=0, at_most=1)
     kl_penalty: str = key("kl", "its estimator", choices=KL)
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

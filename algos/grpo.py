@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from omegaconf import DictConfig
@@ -31,6 +31,7 @@ from algos.policy_loss import PolicyLoss
 from algos.preflight import Prepared, prepared_run
 from algos.progress import make_reporter
 from algos.rewards import RewardManager, Scores
+from algos.rollout_correction import Importance
 from algos.rows import completion_rows, sample_metrics
 from algos.stop import StopRequests
 from algos.trainer import Result, Trainer
@@ -40,6 +41,7 @@ from hybrid.profiler import phase
 
 __all__ = ["Grpo", "Result", "run", "train"]
 
+Level = Literal["token", "sequence"]
 ROLLOUT, VALIDATION, SHUFFLE, REFERENCE = range(4)
 """What a step's seed is for; each use has a stream of its own."""
 
@@ -91,6 +93,9 @@ class Grpo:
         )
         self._num_updates = updates_per_step(self._config)
         self._on_policy = self._num_updates == 1
+        correction = self._config.algorithm.rollout_correction
+        level, limit = correction.rollout_is, correction.rollout_is_threshold
+        self._importance = None if level == "none" else Importance(level=cast(Level, level), limit=limit)
 
     def step(self, step: int) -> tuple[Row, list[dict[str, Any]]]:
         """Do step number ``step`` (from 1); return its numbers and some of its samples."""
@@ -240,7 +245,12 @@ class Grpo:
             num_ref_tokens = 0
             if "ref_known" in mini_batch:
                 num_ref_tokens = int((mini_batch["loss_mask"] & mini_batch["ref_known"].unsqueeze(-1)).sum())
-            loss = PolicyLoss(actor=self._config.actor, on_policy=self._on_policy, num_ref_tokens=num_ref_tokens)
+            loss = PolicyLoss(
+                actor=self._config.actor,
+                on_policy=self._on_policy,
+                importance=self._importance,
+                num_ref_tokens=num_ref_tokens,
+            )
             rows.append(self._engines.train.update(mini_batch, loss, temperature=self._config.rollout.temperature))
         return _mean_of_updates(rows)
 

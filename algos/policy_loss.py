@@ -12,6 +12,7 @@ from algos.aggregate import Aggregation, aggregate, parse_aggregation
 from algos.config import ActorConfig
 from algos.kl import kl_estimate
 from algos.losses import LossResult, cispo_loss, gpg_loss, gspo_loss, metric_share, ppo_clip_loss
+from algos.rollout_correction import Importance, correct_rollout
 from hybrid.batch import loss_mask
 from hybrid.totals import Totals
 
@@ -24,11 +25,13 @@ class PolicyLoss:
         actor: the keys.
         on_policy: the samples come from the very weights that are updated, so the current log-probs, detached, are the
             old ones and every ratio is 1.
+        importance: weights for the gap between the old log-probs and those of generation; None for no weights.
         num_ref_tokens: tokens of the whole mini-batch that have a reference log-prob and count in ``kl/mean``.
     """
 
     actor: ActorConfig
     on_policy: bool
+    importance: Importance | None = None
     num_ref_tokens: int = 0
 
     def __call__(
@@ -39,8 +42,11 @@ class PolicyLoss:
         totals = totals.scaled(self.actor.loss_scale_factor)
         mode = parse_aggregation(self.actor.loss_agg_mode)
         old = log_probs.detach() if self.on_policy else micro_batch["old_log_probs"]
-        loss, shares = self._objective(log_probs, old, micro_batch["advantages"], mask, mode, totals)
+        common: dict[str, Any] = {"totals": totals, "weights": self._weights(old, micro_batch, mask)}
+        loss, shares = self._objective(log_probs, old, micro_batch["advantages"], mask, mode, common)
         metrics = {f"actor/{name}": share for name, share in shares.items()}
+        if common["weights"] is not None:
+            metrics["actor/rollout_is_mean"] = metric_share(common["weights"], mask, totals)
         metrics["actor/pg_loss"] = loss.detach()
         metrics["entropy/mean"] = metric_share(entropy, mask, totals)
         if self.actor.entropy_coeff:
@@ -61,18 +67,23 @@ class PolicyLoss:
         advantages: torch.Tensor,
         mask: torch.Tensor,
         mode: Aggregation,
-        totals: Totals,
+        common: dict[str, Any],
     ) -> LossResult:
         actor, name = self.actor, self.actor.policy_loss.loss_mode
         if name == "gpg":
-            return gpg_loss(log_probs, advantages, mask, aggregate=mode, totals=totals)
-        clip: dict[str, Any] = {"clip_low": actor.clip_ratio_low, "clip_high": actor.clip_ratio_high, "totals": totals}
+            return gpg_loss(log_probs, advantages, mask, aggregate=mode, **common)
+        clip = {"clip_low": actor.clip_ratio_low, "clip_high": actor.clip_ratio_high, **common}
         if name == "gspo":
             return gspo_loss(log_probs, old, advantages, mask, **clip)
         if name == "cispo":
             return cispo_loss(log_probs, old, advantages, mask, aggregate=mode, **clip)
         dual = actor.clip_ratio_c
         return ppo_clip_loss(log_probs, old, advantages, mask, clip_dual=dual, aggregate=mode, **clip)
+
+    def _weights(self, old: torch.Tensor, micro_batch: TensorDict, mask: torch.Tensor) -> torch.Tensor | None:
+        if self.importance is None:
+            return None
+        return correct_rollout(old, micro_batch["rollout_log_probs"], mask, importance=self.importance).weights
 
     def _divergences(
         self, log_probs: torch.Tensor, micro_batch: TensorDict, mask: torch.Tensor, totals: Totals

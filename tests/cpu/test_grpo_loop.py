@@ -144,6 +144,7 @@ OPTIONS = {
         "actor.loss_agg_mode": "seq-mean-token-mean",
         "actor.optim.lr_scheduler_type": "cosine",
         "actor.optim.lr_warmup_steps": 1,
+        "algorithm.rollout_correction.rollout_is": "token",
     },
     "adaptive kl in reward": {
         "algorithm.use_kl_in_reward": True,

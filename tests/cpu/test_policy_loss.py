@@ -6,6 +6,7 @@ from tensordict import TensorDict
 
 from algos.config import ActorConfig, PolicyLossConfig
 from algos.policy_loss import PolicyLoss
+from algos.rollout_correction import Importance
 from hybrid.batch import loss_mask, make_batch, select
 from hybrid.totals import Totals
 
@@ -110,6 +111,31 @@ def test_entropy_bonus_and_kl_loss_enter_with_their_weights(batch: TensorDict) -
     k1 = float((log_probs_of(batch).detach() - batch["ref_log_probs"])[mask].mean())
     assert metrics["actor/kl_loss"] == pytest.approx(k1, abs=1e-6)
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] - 0.25 * 0.7 + 0.5 * k1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("level", "weights"), [("token", [0.5, 2.0, 1.25]), ("sequence", [1.25, 1.25, 1.25])], ids=["token", "sequence"]
+)
+@pytest.mark.parametrize("mode", ["vanilla", "cispo", "gpg"])
+def test_importance_weights_correct_for_the_gap_between_trainer_and_generation(
+    batch: TensorDict, mode: str, level: str, weights: list[float]
+) -> None:
+    ratios = torch.tensor([0.5, 2.0, 1.25]).log()
+    batch["rollout_log_probs"] = log_probs_of(batch).detach()
+    batch["rollout_log_probs"][0, :3] -= ratios
+    importance = Importance(level=level, limit=4.0)
+    loss = PolicyLoss(actor=config(mode), on_policy=True, importance=importance)
+    metrics, gradient = value_and_gradient(loss, batch, [[0, 2], [1, 3]])
+    torch.testing.assert_close(gradient[0, :3], -torch.tensor(weights) / 10)
+    torch.testing.assert_close(gradient[3], torch.full((4,), 0.05))
+    assert metrics["actor/rollout_is_mean"] == pytest.approx((sum(weights) + 7) / 10)
+
+
+def test_importance_weights_are_cut_at_their_limit(batch: TensorDict) -> None:
+    batch["rollout_log_probs"] = log_probs_of(batch).detach() - 5.0
+    loss = PolicyLoss(actor=config(), on_policy=True, importance=Importance(level="token", limit=2.0))
+    _, gradient = value_and_gradient(loss, batch, [[0, 1, 2, 3]])
+    torch.testing.assert_close(gradient[0, :3], torch.full((3,), -2.0 / 10))
 
 
 def test_dual_clip_bounds_the_loss_of_a_token_that_became_far_likelier(batch: TensorDict) -> None:
