@@ -29,6 +29,7 @@ from bench.record import environment, save, summary
 from reshard.arena import Arena, ArenaRegion
 
 TARGET_MS = 20.0
+PROFILE = ("elapsed_us", "synchronize_us", "create_us", "map_us", "allow_us", "unmap_us")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +107,13 @@ def rotate(setting: Setting, mappings: str) -> dict[str, Any]:
         addresses = [region.tensor().data_ptr() for region in (*kv, *trainer)]
         samples: dict[str, list[float]] = {"to_training_ms": [], "to_generation_ms": []}
         counts: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in samples}
+        profile: dict[str, dict[str, float]] = {}
         for cycle in range(setting.cycles + 1):
             for name, leave, come in (("to_training_ms", kv, trainer), ("to_generation_ms", trainer, kv)):
                 elapsed_ms, report = timed_ms(setting, lambda leave=leave, come=come: arena.handover(leave, come))
                 samples[name].append(elapsed_ms)
                 counts[name].append((report.num_creates, report.num_destroys, report.num_maps, report.num_unmaps))
+                profile[name] = {part: getattr(report, part) for part in PROFILE}
                 mark(come, cycle)
                 check(come, cycle)
         if addresses != [region.tensor().data_ptr() for region in (*kv, *trainer)]:
@@ -127,6 +130,7 @@ def rotate(setting: Setting, mappings: str) -> dict[str, Any]:
                 name: dict(zip(("creates", "destroys", "maps", "unmaps"), values[-1], strict=True))
                 for name, values in counts.items()
             },
+            "profile_of_last_cycle": profile,
             "created_bytes": stats.created_bytes,
             "num_chunks": stats.num_chunks,
             "chunk_sizes": {str(size): num for size, num in arena.chunk_sizes.items()},
@@ -134,7 +138,7 @@ def rotate(setting: Setting, mappings: str) -> dict[str, Any]:
 
 
 def rotate_torch(setting: Setting, mappings: str) -> dict[str, Any]:
-    """The same hand-over with a trainer whose segments PyTorch allocated: TrainerPool.suspend and resume, all included."""
+    """The same hand-over with a trainer whose segments PyTorch allocated: TrainerPool.suspend and resume."""
     from reshard.arena.torch_pool import TrainerPool
 
     with setting.make_arena(mappings, setting.budget_bytes + (64 << 20)) as arena:

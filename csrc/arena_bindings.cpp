@@ -100,7 +100,12 @@ void bind_records(py::module_& module) {
         .def_readonly("num_destroys", &TransitionReport::num_destroys)
         .def_readonly("num_maps", &TransitionReport::num_maps)
         .def_readonly("num_unmaps", &TransitionReport::num_unmaps)
-        .def_readonly("elapsed_us", &TransitionReport::elapsed_us);
+        .def_readonly("elapsed_us", &TransitionReport::elapsed_us)
+        .def_readonly("synchronize_us", &TransitionReport::synchronize_us)
+        .def_readonly("create_us", &TransitionReport::create_us)
+        .def_readonly("map_us", &TransitionReport::map_us)
+        .def_readonly("allow_us", &TransitionReport::allow_us)
+        .def_readonly("unmap_us", &TransitionReport::unmap_us);
     py::class_<TorchSlotInfo>(module, "TorchSlotInfo")
         .def_readonly("num_allocs", &TorchSlotInfo::num_allocs)
         .def_readonly("num_frees", &TorchSlotInfo::num_frees)

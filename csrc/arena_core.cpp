@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace reshard {
@@ -20,6 +21,21 @@ const char* region_state_label(RegionState state) {
 }
 
 namespace {
+
+// Adds the microseconds of its scope to a counter.
+class Stopwatch {
+  public:
+    explicit Stopwatch(double* total_us) : total_us_(total_us), start_(std::chrono::steady_clock::now()) {}
+    ~Stopwatch() {
+        *total_us_ += std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start_).count();
+    }
+    Stopwatch(const Stopwatch&) = delete;
+    Stopwatch& operator=(const Stopwatch&) = delete;
+
+  private:
+    double* total_us_;
+    std::chrono::steady_clock::time_point start_;
+};
 
 void check_options(const ArenaOptions& options, uint64_t granularity) {
     const std::vector<uint64_t>& classes = options.chunk_classes;
@@ -108,7 +124,7 @@ void ArenaCore::check_unused(const Region& region) const {
 void ArenaCore::free_unused(RegionId id) {
     Region& region = at(id);
     if (!region.slots.empty()) {
-        driver_->synchronize();
+        synchronize();
         unmap_run(region.range);
         drop_backing(&region);
     }
@@ -129,6 +145,7 @@ void ArenaCore::drop_backing(Region* region) {
 // ---- physical memory ------------------------------------------------------------------------------------------------
 
 ChunkHandle ArenaCore::create_chunk(uint64_t num_bytes) {
+    const Stopwatch watch(&counters_.create_us);
     const ChunkHandle handle = driver_->create(num_bytes);
     ++counters_.num_creates;
     counters_.created_bytes += num_bytes;
@@ -137,12 +154,19 @@ ChunkHandle ArenaCore::create_chunk(uint64_t num_bytes) {
 }
 
 void ArenaCore::destroy_chunk(const Chunk& chunk) {
+    const Stopwatch watch(&counters_.create_us);
     driver_->destroy(chunk.handle);
     ++counters_.num_destroys;
     counters_.created_bytes -= chunk.num_bytes;
 }
 
+void ArenaCore::synchronize() {
+    const Stopwatch watch(&counters_.synchronize_us);
+    driver_->synchronize();
+}
+
 void ArenaCore::unmap_run(Extent run) {
+    const Stopwatch watch(&counters_.unmap_us);
     driver_->unmap(run);
     ++counters_.num_unmaps;
 }
@@ -152,11 +176,15 @@ void ArenaCore::map_slots(const Region& region, const std::vector<Slot>& slots) 
     if (slots.empty()) return;
     Extent run{region.range.address + slots.front().offset, 0};
     try {
-        for (const Slot& slot : slots) {
-            const Chunk& chunk = chunks_.at(slot.chunk);
-            driver_->map({region.range.address + slot.offset, chunk.num_bytes}, chunk.handle);
-            run.num_bytes += chunk.num_bytes;
+        {
+            const Stopwatch watch(&counters_.map_us);
+            for (const Slot& slot : slots) {
+                const Chunk& chunk = chunks_.at(slot.chunk);
+                driver_->map({region.range.address + slot.offset, chunk.num_bytes}, chunk.handle);
+                run.num_bytes += chunk.num_bytes;
+            }
         }
+        const Stopwatch watch(&counters_.allow_us);
         driver_->allow(run);
     } catch (const Failure&) {
         if (run.num_bytes > 0) driver_->unmap(run);
@@ -186,7 +214,7 @@ uint64_t ArenaCore::trim_locked(uint64_t keep_free_bytes) {
         gone += chunk.num_bytes;
     }
     if (victims.empty()) return 0;
-    driver_->synchronize();
+    synchronize();
     for (auto& [id, region] : regions_) {
         if (region.state != RegionState::kReleased) continue;
         region.shape.clear();  // whoever trims wants a new start, with large chunks

@@ -61,6 +61,11 @@ struct ArenaCounters {
     uint64_t num_maps = 0;
     uint64_t num_unmaps = 0;
     uint64_t num_allows = 0;
+    double synchronize_us = 0;
+    double create_us = 0;  // of creating and destroying
+    double map_us = 0;
+    double allow_us = 0;
+    double unmap_us = 0;
 };
 
 struct TransitionReport {
@@ -71,6 +76,11 @@ struct TransitionReport {
     uint64_t num_maps = 0;
     uint64_t num_unmaps = 0;
     double elapsed_us = 0;
+    double synchronize_us = 0;
+    double create_us = 0;
+    double map_us = 0;
+    double allow_us = 0;
+    double unmap_us = 0;
 };
 
 // Counts the views of a range; shared by the owner of the range and by every view.
@@ -152,6 +162,7 @@ class ArenaCore {
     void lose(Region* region);
     void map_slots(const Region& region, const std::vector<Slot>& slots);
     void unmap_run(Extent run);
+    void synchronize();
     ChunkHandle create_chunk(uint64_t num_bytes);
     void destroy_chunk(const Chunk& chunk);
     void drop_backing(Region* region);

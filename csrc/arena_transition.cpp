@@ -24,7 +24,7 @@ TransitionReport ArenaCore::transition(const std::vector<RegionId>& release, con
     Transition t{release, back};
     choose_and_create(&t);
     try {
-        if (!release.empty() || options_.keep_mappings) driver_->synchronize();
+        if (!release.empty() || options_.keep_mappings) synchronize();
         unmap_old(&t);
         break_chunks(&t);
         map_new(&t);
@@ -39,6 +39,11 @@ TransitionReport ArenaCore::transition(const std::vector<RegionId>& release, con
     report.num_destroys = counters_.num_destroys - before.num_destroys;
     report.num_maps = counters_.num_maps - before.num_maps;
     report.num_unmaps = counters_.num_unmaps - before.num_unmaps;
+    report.synchronize_us = counters_.synchronize_us - before.synchronize_us;
+    report.create_us = counters_.create_us - before.create_us;
+    report.map_us = counters_.map_us - before.map_us;
+    report.allow_us = counters_.allow_us - before.allow_us;
+    report.unmap_us = counters_.unmap_us - before.unmap_us;
     report.elapsed_us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
     if (options_.poison) poison(t);
     return report;

@@ -273,6 +273,11 @@ class Arena:
             num_maps=report.num_maps,
             num_unmaps=report.num_unmaps,
             elapsed_us=report.elapsed_us,
+            synchronize_us=report.synchronize_us,
+            create_us=report.create_us,
+            map_us=report.map_us,
+            allow_us=report.allow_us,
+            unmap_us=report.unmap_us,
         )
 
     def free(self, regions: RegionChoice) -> None:

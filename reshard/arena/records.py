@@ -31,7 +31,12 @@ class RegionState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverReport:
-    """What one change of hands did. In the steady state ``num_creates`` and ``num_destroys`` are 0."""
+    """What one change of hands did. In the steady state ``num_creates`` and ``num_destroys`` are 0.
+
+    ``elapsed_us`` is the whole call inside the arena; of it, ``synchronize_us`` was spent waiting for the device, and
+    the others in the driver's calls of that name (``create_us``: creating and destroying; ``allow_us``: opening
+    access).
+    """
 
     released_bytes: int
     backed_bytes: int
@@ -40,6 +45,11 @@ class HandoverReport:
     num_maps: int
     num_unmaps: int
     elapsed_us: float
+    synchronize_us: float
+    create_us: float
+    map_us: float
+    allow_us: float
+    unmap_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
