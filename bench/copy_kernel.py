@@ -99,11 +99,7 @@ def run_device(model: str, source: torch.dtype, rounds: int, *, sweep: bool) -> 
 def device_ways(weights: Weights, table: CopyTable, *, sweep: bool) -> Ways:
     """Every way to run ``table``, each queueing on the current stream."""
     ways: Ways = {"reshard kernel": launcher(_C.DeviceTable(table))}
-    graph = torch.cuda.CUDAGraph()
-    captured = launcher(_C.DeviceTable(table))
-    with torch.cuda.graph(graph):
-        captured()
-    ways["reshard kernel in a graph"] = graph.replay
+    ways["reshard kernel in a graph"] = replayer(launcher(_C.DeviceTable(table)))
     options: list[dict[str, int | bool]] = SWEEP if sweep else []
     if weights.sources[0].dtype == torch.bfloat16:
         options = [option for option in options if not option["wide_casts"]]
@@ -126,6 +122,18 @@ def device_ways(weights: Weights, table: CopyTable, *, sweep: bool) -> Ways:
 def launcher(table: _C.DeviceTable) -> Callable[[], None]:
     """A function that queues ``table`` on the stream that is current when it is called."""
     return lambda: table.launch(torch.cuda.current_stream().cuda_stream)
+
+
+def replayer(captured: Callable[[], None]) -> Callable[[], None]:
+    """A function that replays what ``captured`` queues, and keeps its table, whose memory the graph reads, alive."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured()
+
+    def replay(*, alive: Callable[[], None] = captured) -> None:
+        graph.replay()
+
+    return replay
 
 
 def floor_seconds(source: torch.dtype, num_bytes: int, rounds: int) -> dict[str, list[float]]:
