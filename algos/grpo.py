@@ -7,6 +7,7 @@ the mini-batches. The weights that sample in step k have version k.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,9 +110,10 @@ class Grpo:
         with self._phase("log_probs"):
             self._add_log_probs(batch, step)
         row = self._add_advantages(batch, scores)
+        self._engines.weights.begin_training()
         with self._phase("update"):
             row.update(self._update(batch, step))
-        row.setdefault("kl/mean", row.get("kl/old", 0.0))
+        row.setdefault("kl/mean", row.get("kl/old", math.nan))
         row.update(sample_metrics(batch, scores))
         row["tokens"] = float(batch["prompt_len"].sum() + batch["response_len"].sum())
         limit = self._config.trainer.completions_per_step

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from reshard.planner import make_plan
 
 from reshard.layout import Layout
+from reshard.planner import make_plan
 from reshard.resharder import Resharder, TransitionStats
 
 
@@ -38,6 +38,10 @@ class WeightPublisher:
         if version != self._resharder.version:
             self._resharder.run(version=version)
         self._resharder.require_complete()
+
+    def begin_training(self) -> None:
+        """Generation is over: the trainer's parameters may change from here until the next ``publish``."""
+        self._resharder.train()
 
     def verify(self) -> int:
         """Compare both sides byte by byte; returns the bytes compared."""

@@ -219,6 +219,7 @@ def test_a_step_in_which_nothing_is_scored_changes_no_weight(config: dict[str, A
     result = train({**config, "reward.function": f"{__file__}:never_scored", "trainer.total_training_steps": 2})
     assert [row["reward/num_unscored"] for row in result.metrics] == [16.0, 16.0]
     assert math.isnan(result.metrics[0]["reward/mean"])
+    assert math.isnan(result.metrics[0]["kl/mean"])
     before = load_file(tiny_model / "model.safetensors")
     assert all(torch.equal(value, before[name]) for name, value in weights_of(result).items())
 
