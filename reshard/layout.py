@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.dtype import DType
+from reshard.dtype import ITEMSIZE_BY_CODE, DType
 from reshard.errors import LayoutError
 from reshard.pattern import IntArray, Pattern, pattern_from_rows, pattern_rows
 from reshard.region import Region
@@ -231,9 +231,20 @@ class Layout:
             whole.update(f"\n{name}\0{digest}".encode())
         return whole.hexdigest()
 
+    @cached_property
+    def bytes_by_rank(self) -> Mapping[int, int]:
+        """Bytes of everything that each rank holds, tied tensors once."""
+        total = np.zeros(max(self.ranks, default=-1) + 1, np.int64)
+        itemsizes = np.array(ITEMSIZE_BY_CODE, np.int64)
+        counts = np.bincount(self.pattern_of, minlength=len(self.patterns))
+        for pattern, count in zip(self.patterns, counts.tolist(), strict=True):
+            sizes = (pattern.stops() - pattern.starts()).prod(axis=1, dtype=np.int64) * itemsizes[pattern.dtypes]
+            np.add.at(total, pattern.ranks, sizes * count)
+        return MappingProxyType({rank: int(total[rank]) for rank in self.ranks})
+
     def held_bytes(self, rank: int) -> int:
-        """Bytes of everything that one rank holds, tied tensors once."""
-        return sum(h.region.numel * h.address.dtype.itemsize for h in self.holdings(rank))
+        """Bytes that one rank holds."""
+        return self.bytes_by_rank[rank]
 
     def opaque_map(self) -> dict[int, tuple[str, ...]]:
         """All opaque storages by rank."""
@@ -270,8 +281,7 @@ def _entry(spec: TensorSpec, holdings: Sequence[Holding]) -> Entry:
 def _holdings(entry: Entry, rank: int | None) -> list[Holding]:
     return [
         Holding(row[0], Region(entry.spec.name, row[1], row[2]), _address(entry, row[3:]))
-        for row in pattern_rows(entry.pattern)
-        if rank is None or row[0] == rank
+        for row in pattern_rows(entry.pattern, rank)
     ]
 
 

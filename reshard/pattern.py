@@ -132,8 +132,9 @@ def pattern_from_rows(shape: tuple[int, ...], rows: Iterable[Row]) -> Pattern:
     )
 
 
-def pattern_rows(pattern: Pattern) -> list[Row]:
-    """Inverse of ``pattern_from_rows``: rows sorted by rank, then box."""
+def pattern_rows(pattern: Pattern, rank: int | None = None) -> list[Row]:
+    """Inverse of ``pattern_from_rows``: rows sorted by rank, then box; those of one rank if given."""
+    low, high = (0, pattern.num) if rank is None else np.searchsorted(pattern.ranks, [rank, rank + 1]).tolist()
     starts, stops = pattern.starts(), pattern.stops()
     return [
         (
@@ -145,5 +146,5 @@ def pattern_rows(pattern: Pattern) -> list[Row]:
             tuple(pattern.strides[row].tolist()),
             int(pattern.dtypes[row]),
         )
-        for row in range(pattern.num)
+        for row in range(low, high)
     ]

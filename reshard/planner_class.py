@@ -60,7 +60,8 @@ class Demand:
     """How remote rows choose: send ``ordinal`` of ``size`` that share ``num_near`` sources from ``first_near`` on.
 
     ``team`` rows of one node share a leader: members are rows ``team_first + (0 .. team_size)``, this row is
-    ``member``. ``partner`` is a place in the source's ``holding`` to take always, or -1.
+    ``member``, and the team is number ``team`` of ``num_teams`` of its size on its node. ``partner`` is a place in
+    the source's ``holding`` to take always, or -1.
     """
 
     row: IntArray
@@ -71,6 +72,8 @@ class Demand:
     team_first: IntArray
     team_size: IntArray
     member: IntArray
+    team: IntArray
+    num_teams: IntArray
     partner: IntArray
 
 
@@ -148,9 +151,12 @@ def _demand(source: Side, pieces: Pieces, rows: Rows, destination: Side, places:
     member, team_size, team_first = _ordinals(piece, label)
     is_head = (member == 0).astype(np.int64)
     ordinal, group_size = _head_ordinals(is_head, team_first, first, last)
+    team, num_teams = _head_ordinals(is_head, team_first, places.node[rank], team_size)
     partner = _partners(source, places, atom, rank, first, last)
     partner[team_size > 1] = -1
-    return Demand(row, first, last - first, ordinal, group_size, team_first, team_size, member, partner)
+    return Demand(
+        row, first, last - first, ordinal, group_size, team_first, team_size, member, team, num_teams, partner
+    )
 
 
 def _partners(
@@ -191,7 +197,7 @@ def _ordinals(*keys: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _head_ordinals(is_head: IntArray, team_first: IntArray, *keys: IntArray) -> tuple[IntArray, IntArray]:
-    """Number every team among the teams with equal keys (sources); members carry their team's number."""
+    """Number every team among the teams with equal keys; members carry their team's number and how many there are."""
     heads = np.flatnonzero(is_head)
     ordinal, size, _ = _ordinals(*(key[heads] for key in keys))
     spread_ordinal, spread_size = np.zeros(len(is_head), np.int64), np.zeros(len(is_head), np.int64)
@@ -201,7 +207,7 @@ def _head_ordinals(is_head: IntArray, team_first: IntArray, *keys: IntArray) -> 
 
 def _instances(pieces: Pieces, demand: Demand, rows: Rows, *, num_tensors: int, itemsize: int) -> Instances:
     uneven_sources = demand.num_near[(num_tensors * demand.size) % demand.num_near != 0]
-    uneven_teams = demand.team_size[num_tensors % demand.team_size != 0]
+    uneven_teams = demand.team_size[(num_tensors * demand.num_teams) % demand.team_size != 0]
     ways = int(max(uneven_sources.max(initial=1), uneven_teams.max(initial=1)))
     largest = int(volumes(pieces.start, pieces.stop)[rows.piece[demand.row]].max(initial=0)) * itemsize
     num_parts = max(min(ways, largest // MIN_PART_BYTES), 1)
@@ -284,7 +290,9 @@ class _Remote:
         )
         partner = demand.partner[at]
         src = self.source.holding[np.where(partner >= 0, partner, demand.first_near[at] + turn % num_near)]
-        leader = (instance + demand.ordinal[at] + self.seed) % demand.team_size[at]
+        num_teams, team_size = demand.num_teams[at], demand.team_size[at]
+        rounds = instance // (team_size // np.gcd(num_teams, team_size))
+        leader = (instance * num_teams + demand.team[at] + rounds + self.seed) % team_size
         follows = leader != demand.member[at]
         team_rows = demand.row[np.minimum(demand.team_first[at] + leader, len(demand.row) - 1)]
         return np.where(follows, self.rows.dst[team_rows], src), follows.astype(np.int64)

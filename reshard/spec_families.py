@@ -52,7 +52,7 @@ def build_tensors(fields: Mapping[str, Any], *, name: str, dtype: DType | None) 
     if config.kind not in KNOWN:
         raise LayoutError(
             f"model_type {config.kind!r} is not among {', '.join(sorted(KNOWN))}; "
-            "for others use reshard.spec_transformers, which reads the shapes from the model itself"
+            "for others reshard.spec_transformers.spec_from_transformers reads the shapes from the model itself"
         )
     stored = (
         DType.parse(str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")) if dtype is None else dtype

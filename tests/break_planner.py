@@ -55,7 +55,7 @@ FAULTS = [
     Fault(
         "leaders don't change",
         "planner_class",
-        "leader = (instance + demand.ordinal[at] + self.seed) % demand.team_size[at]",
+        "leader = (instance * num_teams + demand.team[at] + rounds + self.seed) % team_size",
         "leader = 0 * instance",
     ),
     Fault("a second holding takes another dtype's bits", "planner_class", " | (dtype[1:] != dtype[:-1])", ""),

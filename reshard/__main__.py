@@ -1,0 +1,7 @@
+"""``python -m reshard``."""
+
+import sys
+
+from reshard.cli import main
+
+sys.exit(main())
