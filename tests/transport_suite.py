@@ -94,18 +94,18 @@ def check_destination(
 
 @contextmanager
 def bound(
-    case: Pair, rank: int, transport: Transport, allocate: Allocate
+    case: Pair, rank: int, transport: Transport, allocate: Allocate, device: str = "cpu"
 ) -> Iterator[tuple[Resharder, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     plan = make_plan(case.source, case.destination, topology=case.topology)
-    source = allocate_storages(case.source, rank, lambda _, size: torch.empty(size, dtype=torch.uint8))
+    source = allocate_storages(case.source, rank, lambda _, size: torch.empty(size, dtype=torch.uint8, device=device))
     destination = allocate_storages(case.destination, rank, allocate)
     with Resharder(plan, source, destination, rank=rank, transport=transport) as resharder:
         yield resharder, source, destination
 
 
-def check_case(case: Pair, rank: int, transport: Transport, allocate: Allocate) -> None:
+def check_case(case: Pair, rank: int, transport: Transport, allocate: Allocate, device: str = "cpu") -> None:
     """Two updates of one pair of layouts, each bit-exact; the source is never written."""
-    with bound(case, rank, transport, allocate) as (resharder, source, destination):
+    with bound(case, rank, transport, allocate, device) as (resharder, source, destination):
         for update in (1, 2):
             values = full_tensors(case.source, update)
             fill(source, case.source, rank, values)

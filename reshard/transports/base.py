@@ -128,6 +128,10 @@ def source_address(copy: Copy, source: Endpoint, destination: Endpoint) -> int:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard where `tensor` is a DTensor, else `tensor` itself; shares memory."""
+    import torch
+
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
