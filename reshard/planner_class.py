@@ -152,24 +152,31 @@ def _demand(source: Side, pieces: Pieces, rows: Rows, destination: Side, places:
     is_head = (member == 0).astype(np.int64)
     ordinal, group_size = _head_ordinals(is_head, team_first, first, last)
     team, num_teams = _head_ordinals(is_head, team_first, places.node[rank], team_size)
-    partner = _partners(source, places, atom, rank, first, last)
-    partner[team_size > 1] = -1
+    partner = _partners(source, places, atom, rank, first, last, team_size == 1)
     return Demand(
         row, first, last - first, ordinal, group_size, team_first, team_size, member, team, num_teams, partner
     )
 
 
 def _partners(
-    source: Side, places: Places, atom: IntArray, rank: IntArray, first: IntArray, last: IntArray
+    source: Side,
+    places: Places,
+    atom: IntArray,
+    rank: IntArray,
+    first: IntArray,
+    last: IntArray,
+    alone: BoolArray,
 ) -> IntArray:
-    """Places of the near sources in each row's own replica, where taking those is level; else -1."""
+    """Places of the near sources in each row's own replica, where all rows are alone and taking those is level; else
+    -1.
+    """
     wanted = atom * (places.num_ranks + 1) + places.replica[rank]
     at = np.minimum(np.searchsorted(source.by_replica, wanted), len(source.by_replica) - 1)
     found = source.replica_at[at]
     fits = (source.by_replica[at] == wanted) & (found >= first) & (found < last)
     _, size, head = _ordinals(first, last)
     _, uses, _ = _ordinals(first, last, np.where(fits, found, -1))
-    uneven = ~fits | (uses * (last - first) != size)
+    uneven = ~fits | ~alone | (uses * (last - first) != size)
     spoiled = np.zeros(len(first), np.bool_)
     np.logical_or.at(spoiled, head, uneven)
     return np.where(spoiled[head], -1, found)

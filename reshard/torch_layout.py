@@ -12,6 +12,8 @@ from reshard.dtype import DType
 from reshard.errors import LayoutError
 from reshard.layout import Address, Holding, Layout, TensorSpec
 from reshard.layout_merge import layout_from_bytes, layout_to_bytes, merge_layouts
+from reshard.plan import Plan
+from reshard.plan_digest import DigestReport, check_reports, digest_report
 from reshard.region import Region
 
 Runs = tuple[tuple[int, int], ...]
@@ -70,24 +72,32 @@ def layout_from_tensors(
 
 
 def gather_layout(part: Layout, group: dist.ProcessGroup | None = None) -> Layout:
-    """The merged Layout of all ranks of a process group (default: the world), equal on every one of them.
-    Collective.
+    """The merged Layout of all ranks of a process group (default: the world), equal on each of them. Collective."""
+    return merge_layouts(layout_from_bytes(data) for data in gather_bytes(layout_to_bytes(part), group))
+
+
+def check_plan_across(plan: Plan, rank: int, group: dist.ProcessGroup | None = None) -> None:
+    """Raise PlanError on every rank of the group unless all planned from the same inputs. Collective.
+
+    The message names the ranks that differ and the first difference; see ``reshard.plan_digest.check_reports``.
     """
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
-    own = torch.frombuffer(bytearray(layout_to_bytes(part)), dtype=torch.uint8).to(device)
+    own = digest_report(plan, rank).to_bytes()
+    check_reports([DigestReport.from_bytes(data) for data in gather_bytes(own, group)])
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Every rank's bytes, in the group's rank order. Collective; nothing is unpickled."""
+    is_nccl = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     size = torch.tensor([own.numel()], dtype=torch.int64, device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded, group=group)
-    return merge_layouts(
-        layout_from_bytes(data[: int(size)].cpu().numpy().tobytes()) for data, size in zip(received, sizes, strict=True)
-    )
+    return [data[: int(size)].cpu().numpy().tobytes() for data, size in zip(received, sizes, strict=True)]
 
 
 def _own_rank() -> int:

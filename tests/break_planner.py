@@ -36,8 +36,8 @@ FAULTS = [
     Fault(
         "the wrong holder sends",
         "planner_class",
-        "demand.first_near[at] + turn % num_near]",
-        "(demand.first_near[at] + turn % num_near + 1) % len(self.source.holding)]",
+        "demand.first_near[at] + turn % num_near)",
+        "(demand.first_near[at] + turn % num_near + 1) % len(self.source.holding))",
     ),
     Fault(
         "one replica sends everything",
@@ -74,14 +74,14 @@ FAULTS = [
     Fault(
         "offsets ignore where the holding starts",
         "planner_table",
-        "copies.start - pattern.boxes_start[pattern.box_of[row]]",
-        "copies.start - 0 * pattern.boxes_start[pattern.box_of[row]]",
+        "copies.start - first.boxes_start[first.box_of[row]]",
+        "copies.start - 0 * first.boxes_start[first.box_of[row]]",
     ),
     Fault(
         "offsets count elements, not bytes",
         "planner_table",
-        "(steps * strides).sum(axis=1) * ITEMSIZES[dtype]",
-        "(steps * strides).sum(axis=1)",
+        "(steps * own_strides).sum(axis=1) * ITEMSIZES[dtype]",
+        "(steps * own_strides).sum(axis=1)",
     ),
     Fault(
         "neighbours merge across different boxes",

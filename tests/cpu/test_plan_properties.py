@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from reshard import DType, Plan, make_plan
+from reshard import Address, DType, Holding, Layout, Plan, Region, TensorSpec, Topology, make_plan
 from reshard.plan_io import plan_from_bytes, plan_from_json, plan_to_bytes, plan_to_json
 from reshard.plan_oracle import faults_of
 
@@ -89,6 +89,35 @@ def test_equal_inputs_give_equal_plans_and_other_inputs_other_digests(case):
 
 def _all_floats():
     return [(a, b) for a in plan_cases.FLOATS for b in plan_cases.FLOATS if a is not b]
+
+
+@relaxed
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 7), st.integers(1, 3), st.integers(1, 4), st.integers(0, 9))
+def test_loads_are_level(num_sources, num_wanting, num_tensors, parts, nodes, seed):
+    """Like tensors, in equal parts, each held by some ranks and wanted by others, which may share nodes.
+
+    No source of a part sends more than one piece more than another, and no rank of a node receives from outside more
+    than one piece more than its neighbours.
+    """
+    held = [rank * parts + part for rank in range(num_sources) for part in range(parts)]
+    wanting = [len(held) + rank for rank in range(num_wanting)]
+    specs = [TensorSpec(f"{seed}.{index}", (parts, 3), DType.BFLOAT16) for index in range(num_tensors)]
+
+    def place(spec, rank, first, last):
+        return Holding(rank, Region(spec.name, (first, 0), (last, 3)), Address(spec.name, 0, (3, 1), spec.dtype))
+
+    source = Layout.from_holdings(specs, [place(s, r, r % parts, r % parts + 1) for s in specs for r in held])
+    destination = Layout.from_holdings(specs, [place(spec, rank, 0, parts) for spec in specs for rank in wanting])
+    everywhere = dict.fromkeys(held, 0) | {rank: 1 + rank % nodes for rank in wanting}
+    for topology in (None, Topology(everywhere)):
+        plan = make_plan(source, destination, topology=topology)
+        for part in range(parts):
+            sent = [plan.sent_bytes(rank) for rank in held if rank % parts == part]
+            assert max(sent) - min(sent) <= 6
+        for node in range(1, nodes + 1) if topology else ():
+            own = [rank for rank in wanting if everywhere[rank] == node]
+            entered = [sum(c.moved_bytes for c in plan.copies if c.dst_rank == rank and c.hop == 0) for rank in own]
+            assert not own or max(entered) - min(entered) <= 6
 
 
 @pytest.mark.slow

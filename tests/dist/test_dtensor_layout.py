@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from reshard import Layout, make_plan
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, PlanError
 from reshard.plan_oracle import byte_offsets, check_plan, elements
-from reshard.torch_layout import gather_layout
+from reshard.torch_layout import check_plan_across, gather_layout
 
 WORLD = 4
 
@@ -141,11 +141,33 @@ def mixed_and_partial(rank: int) -> None:
         Layout.from_tensors({"w": odd})
 
 
+def digests_across_ranks(rank: int) -> None:
+    """Each rank plans its own part; rank 2 then believes that its tensor lies elsewhere, and all ranks hear of it."""
+    own = Layout.from_tensors({"w": torch.zeros(4, 2), "v": torch.zeros(3)})
+    source = gather_layout(own)
+    check_plan_across(make_plan(source, source, ranks=[rank]), rank)
+    other = Layout.from_tensors({"w": torch.zeros(8, 2)[::2] if rank == 2 else torch.zeros(4, 2), "v": torch.zeros(3)})
+    wrong = Layout.merge(
+        [
+            other,
+            *(
+                Layout.from_tensors({"w": torch.zeros(4, 2), "v": torch.zeros(3)}, rank=r)
+                for r in range(4)
+                if r != rank
+            ),
+        ]
+    )
+    with pytest.raises(
+        PlanError, match=r"rank 2 planned from other inputs .* source layout: tensor 'w' lies elsewhere"
+    ):
+        check_plan_across(make_plan(wrong, source, ranks=[rank]), rank)
+
+
 def run_all(rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in (fsdp_uneven, fsdp_on_tp, uneven_strided, hsdp, mixed_and_partial):
+    for scenario in (fsdp_uneven, fsdp_on_tp, uneven_strided, hsdp, mixed_and_partial, digests_across_ranks):
         try:
             scenario(rank)
         except Exception as error:
