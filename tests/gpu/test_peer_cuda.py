@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 import transport_suite
 from transport_suite import WORLD, Pair, bound, check_case, row_layout, sample_cases
 
-from reshard import PeerTransport, _C
+from reshard import _C, PeerTransport
 from reshard.arena import Arena
 from reshard.errors import TransportError
 from reshard.resharder import State
