@@ -19,7 +19,7 @@ import ctypes
 import json
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from bench.record import environment, save, summary
 from reshard.arena import Arena, ArenaRegion
 
 TARGET_MS = 20.0
-PROFILE = ("elapsed_us", "synchronize_us", "create_us", "map_us", "allow_us", "unmap_us")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,7 @@ def rotate(setting: Setting, mappings: str) -> dict[str, Any]:
                 elapsed_ms, report = timed_ms(setting, lambda leave=leave, come=come: arena.handover(leave, come))
                 samples[name].append(elapsed_ms)
                 counts[name].append((report.num_creates, report.num_destroys, report.num_maps, report.num_unmaps))
-                profile[name] = {part: getattr(report, part) for part in PROFILE}
+                profile[name] = {part: value for part, value in asdict(report).items() if part.endswith("_us")}
                 mark(come, cycle)
                 check(come, cycle)
         if addresses != [region.tensor().data_ptr() for region in (*kv, *trainer)]:

@@ -343,7 +343,6 @@ std::string ArenaCore::check() const {
         owned += chunk.owner != 0;
     }
     if (total != counters_.created_bytes) return "created_bytes differs from the sum of the chunks";
-    if (total > options_.budget_bytes) return "the budget is exceeded";
     uint64_t used = 0;
     for (const auto& [id, region] : regions_) {
         uint64_t offset = 0;
@@ -363,7 +362,8 @@ std::string ArenaCore::check() const {
             return "region '" + region.name + "' is mapped in part";
         used += region.state == RegionState::kBacked ? region.slots.size() : 0;
     }
-    return used == owned ? "" : "a chunk has an owner that does not map it";
+    if (used != owned) return "a chunk has an owner that does not map it";
+    return total <= options_.budget_bytes ? "" : "the budget is exceeded";
 }
 
 }  // namespace reshard

@@ -98,9 +98,8 @@ ChunkId ArenaCore::add_chunk(Transition* t, uint64_t num_bytes) {
     const ChunkId id = next_chunk_++;
     chunks_.emplace(id, Chunk{num_bytes, create_chunk(num_bytes), 0});
     t->undo.emplace_back([this, id] {
-        const Chunk chunk = chunks_.at(id);
+        destroy_chunk(chunks_.at(id));  // if that fails it stays, as a free chunk
         chunks_.erase(id);
-        destroy_chunk(chunk);
     });
     return id;
 }
@@ -228,15 +227,17 @@ std::string ArenaCore::roll_back(Transition* t) {
     }
     std::string names;
     for (auto& [id, region] : regions_) {
-        const bool touched =
-            !trouble.empty() && (std::find(t->release.begin(), t->release.end(), id) != t->release.end() ||
-                                 std::find(t->back.begin(), t->back.end(), id) != t->back.end());
+        const auto named = [id = id](const std::vector<RegionId>& ids) {
+            return std::find(ids.begin(), ids.end(), id) != ids.end();
+        };
+        const bool touched = !trouble.empty() && (named(t->release) || named(t->back) || t->forgotten.count(id) > 0);
         if (t->lost.count(id) == 0 && !touched && !uses_any(region, gone)) continue;
         if (region.state == RegionState::kBacked) names += (names.empty() ? "'" : ", '") + region.name + "'";
         lose(&region);
     }
     for (const ChunkId id : gone) chunks_.erase(id);
     t->lost.clear();
+    t->forgotten.clear();
     return trouble + (names.empty() ? "" : "; regions that lost their contents and are RELEASED now: " + names);
 }
 
