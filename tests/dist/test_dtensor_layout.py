@@ -4,6 +4,7 @@ elements.
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,21 +164,26 @@ def digests_across_ranks(rank: int) -> None:
         check_plan_across(make_plan(wrong, source, ranks=[rank]), rank)
 
 
-def run_all(rank: int, port: int) -> None:
+SCENARIOS = (fsdp_uneven, fsdp_on_tp, uneven_strided, hsdp, mixed_and_partial, digests_across_ranks)
+
+
+def run_all(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in (fsdp_uneven, fsdp_on_tp, uneven_strided, hsdp, mixed_and_partial, digests_across_ranks):
+    for scenario in SCENARIOS:
         try:
             scenario(rank)
         except Exception as error:
             raise AssertionError(f"{scenario.__name__} on rank {rank}") from error
+        (Path(folder) / f"{scenario.__name__}.{rank}").touch()
         dist.barrier()
     dist.destroy_process_group()
 
 
-def test_dtensor_layouts_on_four_processes():
+def test_dtensor_layouts_on_four_processes(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(run_all, args=(port,), nprocs=WORLD)
+    mp.spawn(run_all, args=(port, str(tmp_path)), nprocs=WORLD)
+    assert len(list(tmp_path.iterdir())) == len(SCENARIOS) * WORLD, "every scenario ran on every rank"
