@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard import _C
 from reshard.arena import Arena, ArenaRegion, Channel
@@ -25,7 +26,10 @@ from reshard.table import CopyEntry, CopyTable, make_table
 from reshard.transports.base import BoundTransfer, Endpoint, rank_copies, source_address
 from reshard.transports.local import copy_entry, is_in_place
 from reshard.transports.peer_link import IncomingLink, Meeting, Offer, OutgoingLink
-from reshard.transports.runner import TableRunner, common_device
+from reshard.transports.runner import TableRunner, common_device, drain_stream
+
+if TYPE_CHECKING:
+    import torch
 
 COUNTER_BYTES = 64
 """Counters lie a cache line apart."""
@@ -86,7 +90,7 @@ class PeerTransport:
         hops_to = {r: sorted({c.hop for c in between[rank, r]}) for r in receivers}
         device = common_device(source, destination)
         runners = {hop: TableRunner(table, device, num_threads=self._num_threads) for hop, table in tables.items()}
-        return _PeerTransfer(rank, counters, incoming, outgoing, runners, hops_from, hops_to)
+        return _PeerTransfer(rank, device, counters, incoming, outgoing, runners, hops_from, hops_to)
 
     def _offer(self, copies: Sequence[Copy], destination: Endpoint) -> Offer:
         regions: dict[int, ArenaRegion] = {}
@@ -158,6 +162,7 @@ class _PeerTransfer:
     def __init__(
         self,
         rank: int,
+        device: torch.device | None,
         counters: _Counters,
         incoming: list[IncomingLink],
         outgoing: list[OutgoingLink],
@@ -165,7 +170,7 @@ class _PeerTransfer:
         hops_from: dict[int, list[int]],
         hops_to: dict[int, list[int]],
     ) -> None:
-        self._rank, self._counters = rank, counters
+        self._rank, self._device, self._counters = rank, device, counters
         self._incoming, self._outgoing = incoming, outgoing
         self._runners, self._hops_from, self._hops_to = runners, hops_from, hops_to
         hops = {*runners, *(h for hops in (*hops_from.values(), *hops_to.values()) for h in hops)}
@@ -177,9 +182,14 @@ class _PeerTransfer:
         self.staging_bytes = sum(runner.device_bytes for runner in runners.values())
 
     def start(self, *, stream: int | None) -> None:
-        """Open this rank's destination; push the first hop at once where every receiver is ready already."""
+        """Open this rank's destination; push the first hop at once where every receiver is ready already.
+
+        On a GPU it first waits for what is queued on the stream: the destination may still be read there.
+        """
         if self._closed:
             raise StateError("this transfer is closed")
+        if self._incoming:
+            drain_stream(self._device, stream)
         self._epoch += 1
         self._stream, self._pushed_hop = stream, -1
         _C.counter_store(self._counters.ready, self._epoch)

@@ -73,6 +73,16 @@ class TableRunner:
         self._closed, self._host_table, self._device_table = True, None, None
 
 
+def drain_stream(device: torch.device | None, stream: int | None) -> None:
+    """Block until what was queued on `stream` (the current one where None) of a GPU is done; nothing on the host."""
+    if device is None or device.type == "cpu":
+        return
+    import torch
+
+    queue = torch.cuda.ExternalStream(stream, device) if stream is not None else torch.cuda.current_stream(device)
+    queue.synchronize()
+
+
 def common_device(source: Endpoint, destination: Endpoint) -> torch.device | None:
     """The one device of all tensors of both sides, None without tensors; PlanError if there are several."""
     devices = {t.device for side in (source, destination) for t in side.tensors.values()}
