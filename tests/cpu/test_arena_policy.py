@@ -116,7 +116,7 @@ def test_hand_overs_that_repeat_create_nothing_after_the_first_cycle(first, seco
 
 @pytest.mark.parametrize("mode", ["drop", "keep"])
 def test_faults_at_any_call_leave_the_books_right_and_backed_contents_intact(mode):
-    """Several driver calls in a row fail, the undo's own among them; a chunk that can't be destroyed then stays, free."""
+    """Several driver calls in a row fail, the undo's own among them; what can't be destroyed stays, free."""
     num_failures = 0
     for seed in range(25):
         draw = random.Random(seed)
