@@ -38,6 +38,13 @@ def dense(name: str, num_ranks: int, *, tp: int, gen_tp: int) -> Sides:
     )
 
 
+def growing(num_ranks: int) -> Sides:
+    """More and more replicas of tp=4 training and tp=2 generation: copies grow in proportion to ranks."""
+    model = ModelSpec.load("llama3-8b")
+    train = Layout.from_parallel(model, Mesh({"dp": num_ranks // 4, "tp": 4}), rules=Rules(style="megatron"))
+    return train, Layout.from_parallel(model, Mesh({"dp": num_ranks // 2, "tp": 2}), rules=Rules(style="vllm"))
+
+
 def deepseek(num_ranks: int) -> Sides:
     """Megatron pp16 tp8 ep64 into replicas of tp8, ep32; experts counted one by one."""
     model = ModelSpec.load("deepseek-v3")
@@ -76,9 +83,7 @@ def cases() -> dict[str, tuple[Callable[[], Sides], Callable[[Sides], Plan]]]:
         "deepseek-v3 on 1024 ranks, one rank": one_rank(1024),
     }
     for num_ranks in (64, 128, 256, 512, 1024, 2048, 4096):
-        found[f"growth: 8b on {num_ranks} ranks"] = whole(
-            lambda n=num_ranks: dense("llama3-8b", n, tp=4, gen_tp=2), num_ranks
-        )
+        found[f"growth: 8b on {num_ranks} ranks"] = whole(lambda n=num_ranks: growing(n), num_ranks)
     return found
 
 

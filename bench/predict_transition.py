@@ -9,8 +9,8 @@ in ``reshard.simulator``. The paper reports transition times 55.2 % lower on ave
 lower at 70B than the engines that it compares with (arXiv:2409.19256, section 8.4); those include work that no model
 of links knows: resharding code, allocation, and offloading. So the prediction is printed
 beside the published ratio and claims no more. An ideal ring lets each byte enter a node once, as our plan does: where
-every node needs the whole model (34B and 70B, trained in stages over nodes, generated with tp=8), the network bounds all
-three ways alike, and the published gap there can't come from links alone.
+every node needs the whole model (34B and 70B, trained in stages over nodes, generated with tp=8), the network bounds
+all three ways alike, and the published gap there can't come from links alone.
 """
 
 import argparse
