@@ -19,7 +19,7 @@ _SPEC.loader.exec_module(plan_cases)
 
 # Seeds don't shrink to anything simpler, so a failing pair is reported as it was found, by its size and seed.
 relaxed = settings(
-    max_examples=700,
+    max_examples=500,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
