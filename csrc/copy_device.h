@@ -15,10 +15,10 @@ struct DeviceOptions {
     int device = -1;  // CUDA ordinal; -1 is the device of the calling thread's current context, or 0 without one
     TileOptions tiles;
     int vectors_in_flight = 4;  // loads that each thread issues before its first store: 4 or 8
-    int blocks_per_sm = 0;      // 0 is as many as fit
+    int blocks_per_sm = 2;      // 0 is as many as fit
     // Plain contiguous copies of at least so many bytes go through cudaMemcpyBatchAsync instead of the kernel; 0 is
     // never.
-    std::uint64_t copy_engine_min_bytes = 0;
+    std::uint64_t copy_engine_min_bytes = 8u << 20;
 };
 
 struct KernelTable;

@@ -1,7 +1,8 @@
 // Counters in shared memory: how ranks of one host tell each other that memory may be written, or has been.
 //
-// A counter is a 4-byte unsigned word that only grows. Storing releases what the storing thread wrote before; seeing a value acquires it. Waiting
-// spins briefly, then sleeps on the word (a process-shared futex), and always ends by its time limit.
+// A counter is a 4-byte unsigned word that only grows. Storing releases what the storing thread wrote before; seeing a
+// value acquires it. Waiting spins briefly, then sleeps on the word (a process-shared futex), and always ends by its
+// time limit.
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -41,7 +42,9 @@ long futex(Counter& word, int operation, uint32_t value, const timespec* timeout
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
-uint32_t load(uint64_t address) { return counter_at(address).load(std::memory_order_acquire); }
+uint32_t load(uint64_t address) {
+    return counter_at(address).load(std::memory_order_acquire);
+}
 
 void store(uint64_t address, uint32_t value) {
     Counter& counter = counter_at(address);
@@ -67,7 +70,8 @@ bool wait_one(Counter& counter, uint32_t target, Clock::time_point deadline) {
 int64_t wait_all(const std::vector<uint64_t>& addresses, uint32_t target, double seconds) {
     std::vector<Counter*> counters(addresses.size());
     std::transform(addresses.begin(), addresses.end(), counters.begin(), [](uint64_t a) { return &counter_at(a); });
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    const auto deadline =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
     py::gil_scoped_release release;
     for (size_t i = 0; i < counters.size(); ++i) {
         if (!wait_one(*counters[i], target, deadline)) return static_cast<int64_t>(i);

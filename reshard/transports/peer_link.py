@@ -95,6 +95,8 @@ class Meeting:
         Raises:
             PeerTimeout, TransportError: a peer did not come or is gone; the message names the ranks that were missing.
             PlanError: a peer has another Plan.
+            After an error every connection is closed, so that no peer waits for this rank; memory that a peer has
+            mapped already stays pinned until that peer is gone.
         """
         incoming: list[IncomingLink] = []
         outgoing: list[OutgoingLink] = []
@@ -103,10 +105,17 @@ class Meeting:
             server = threading.Thread(target=self._serve, args=(listener, offers, incoming, failure, timeout_s))
             server.start()
             try:
-                outgoing += [self._join(receiver, timeout_s) for receiver in receivers]
+                for receiver in receivers:
+                    outgoing.append(self._join(receiver, timeout_s))
+            except (TransportError, PlanError) as error:
+                failure.append(error)
             finally:
                 server.join()
         if failure:
+            for link in outgoing:
+                link.close()
+            for sender in incoming:
+                sender.channel.close()
             raise failure[0]
         return sorted(incoming, key=lambda link: link.rank), outgoing
 
