@@ -166,7 +166,7 @@ def test_two_processes_use_one_set_of_pages(tmp_path):
         del words
         share.end()
         arena.release(region)
-        assert torch.cuda.mem_get_info()[0] >= free_bytes - 16 * MIB
+        assert torch.cuda.mem_get_info()[0] >= free_bytes - 64 * MIB
 
 
 def test_a_killed_importer_leaves_the_owner_working(tmp_path):
