@@ -3,8 +3,9 @@
     python -m algos.demo [seed=0] [key=value ...]
 
 Task: "What is 3 + 4? Answer with the number only.", sums from reasoning-gym. Reward: half for a bare number, half for
-the right one. 4 prompts of 8 samples a step, at most 12 new tokens, AdamW at a constant 2e-5, no KL term; ``kl/mean``
-is the KL to the starting model, estimated on four samples a step. Any key of ``python -m algos.grpo`` may be set.
+the right one. 8 prompts of 8 samples a step, at most 12 new tokens, AdamW at a constant 1e-5, no KL term, token weights
+for generation in bf16; ``kl/mean`` is the KL to the starting model, estimated on four samples a step. Any key of
+``python -m algos.grpo`` may be set.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ def settings(seed: int) -> dict[str, Any]:
         "data.train_files": SUMS.format(seed=seed),
         "data.prompt_template": "What is {expression}?",
         "data.prompt_suffix": " Answer with the number only.",
-        "data.train_batch_size": 4,
+        "data.train_batch_size": 8,
         "data.max_prompt_length": 64,
         "data.max_response_length": 12,
         "reward.function": "reasoning_gym:format=number",
         "rollout.n": 8,
-        "actor.optim.lr": 2e-5,
+        "actor.optim.lr": 1e-5,
         "actor.optim.weight_decay": 0.0,
+        "algorithm.rollout_correction.rollout_is": "token",
         "ref.kl_metric_samples": 4,
         "trainer.total_training_steps": 25,
         "trainer.project_name": "demo",
