@@ -150,8 +150,10 @@ class QuantDeviceTable:
     def device_bytes(self) -> int:
         """Device memory that the table holds."""
 
-# Arena (csrc/arena_bindings.cpp). Everything here releases the GIL and is safe from any thread. OutOfMemory, StateError and
-# DeviceError are those of reshard.errors; a DeviceError has the call and the driver's own name of the error in its message.
+# Arena (csrc/arena_bindings.cpp). Everything here releases the GIL and is safe from any thread. OutOfMemory,
+# StateError and
+# DeviceError are those of reshard.errors; a DeviceError has the call and the driver's own name of the error in its
+# message.
 
 class MemoryDriver:
     """Address space, physical chunks and mappings of one device, or of the host."""
@@ -316,7 +318,9 @@ def torch_slot_info(slot: int) -> TorchSlotInfo:
     """Counts of a slot and why its last failing call failed."""
 
 def counter_load(address: int) -> int:
-    """Value of the 4-byte counter at `address` (shared memory, multiple of 4); acquires what its writer wrote before."""
+    """Value of the 4-byte counter at `address` (shared memory, multiple of 4); acquires what its writer wrote
+    before.
+    """
 
 def counter_store(address: int, value: int) -> None:
     """Store into a counter, releasing this thread's earlier writes, and wake whoever waits for it in any process."""

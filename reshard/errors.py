@@ -1,4 +1,6 @@
-"""The errors that reshard raises. Callers' mistakes are also ``ValueError``; lost devices and peers are also ``RuntimeError``."""
+"""The errors that reshard raises. Callers' mistakes are also ``ValueError``; lost devices and peers are also
+``RuntimeError``.
+"""
 
 
 class ReshardError(Exception):
