@@ -89,6 +89,7 @@ def report_png(report: Report) -> bytes:
     """The bars and the matrix as a picture; ReshardError without matplotlib."""
     try:
         from matplotlib import pyplot
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ReshardError("--format png needs matplotlib: pip install matplotlib, or use --format html") from None
     pyplot.switch_backend("Agg")
@@ -104,7 +105,9 @@ def report_png(report: Report) -> bytes:
         right.bar(ranks, part, bottom=bottom, label=way, color=color)
         bottom += part
     right.set(title="MiB needed, by where they come from", xlabel="rank")
-    right.legend()
+    right.legend(loc="lower right")
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(f"{report.title}\n{_prediction(report.simulation)}", fontsize=10)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=110, bbox_inches="tight")
