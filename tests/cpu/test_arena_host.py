@@ -140,4 +140,6 @@ def test_the_symbols_for_pytorch_allocate_from_the_arena():
 def test_the_page_about_the_arena_runs():
     page = (Path(__file__).parents[2] / "docs" / "arena.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(block, "docs/arena.md", "exec"), {})
+    names: dict[str, object] = {}
+    exec(compile(block, "docs/arena.md", "exec"), names)
+    assert names["report"].num_creates == 0

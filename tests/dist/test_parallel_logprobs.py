@@ -63,7 +63,9 @@ def worker(rank: int, store: str) -> None:
             torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), vocab_start=0, vocab_size=6, group=dist.group.WORLD
         )
     dist.destroy_process_group()
+    Path(store).with_name(f"finished-{rank}").touch()
 
 
 def test_h12_and_a14_parallel_log_probs_equal_those_of_the_whole_vocabulary(tmp_path: Path) -> None:
     mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=WORLD)
+    assert len(list(tmp_path.glob("finished-*"))) == WORLD
