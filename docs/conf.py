@@ -8,4 +8,4 @@ exclude_patterns = ["build"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-suppress_warnings = ["myst.xref_missing", "myst.header"]
+suppress_warnings = ["myst.xref_missing", "myst.header", "ref.python"]
