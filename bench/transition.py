@@ -162,10 +162,32 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
             baselines = Baselines(weights, train, gen)
             ways |= {"full_tensor + copy": baselines.full_tensor, "redistribute + copy": baselines.redistribute}
         check(ways, weights)
+        if device.type == "cuda":
+            ways["plain copies of as many bytes"] = plain_copies(plan, rank)
         seconds = timed(ways, args.rounds)
         if rank == 0:
-            report(args, plan, seconds, {name: r.stats.staging_bytes for name, r in bound.items()})
+            stats = {name: r.stats for name, r in bound.items()}
+            report(args, plan, seconds, {name: s.staging_bytes for name, s in stats.items()})
+            print("  launches a rank:", {name: s.num_launches for name, s in stats.items()})
     dist.destroy_process_group()
+
+
+def plain_copies(plan: Plan, rank: int) -> Callable[[], None]:
+    """The memory's floor: device copies, by all ranks at once, that read and write as many bytes as the rank's
+    pushes do.
+    """
+    num_bytes = sum(c.read_bytes + c.written_bytes for c in plan.copies_of(rank) if c.src_rank == rank)
+    half = 1 << 30
+    source, destination = (torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda") for _ in range(2))
+
+    def run() -> None:
+        left = num_bytes // 2
+        while left > 0:
+            destination[:left].copy_(source[:left])
+            left -= half
+        torch.cuda.synchronize()
+
+    return run
 
 
 @contextmanager
