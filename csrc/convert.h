@@ -71,4 +71,23 @@ RESHARD_HOST_DEVICE inline std::uint64_t mix_word(std::uint64_t word, std::uint6
     return x ^ (x >> 29);
 }
 
+// Element types as host code casts them: through the bits of an fp32.
+struct Float32 {
+    using Bits = std::uint32_t;
+    static std::uint32_t widen(Bits bits) { return bits; }
+    static Bits narrow(std::uint32_t bits) { return bits; }
+};
+
+struct BFloat16 {
+    using Bits = std::uint16_t;
+    static std::uint32_t widen(Bits bits) { return f32_from_bf16(bits); }
+    static Bits narrow(std::uint32_t bits) { return bf16_from_f32(bits); }
+};
+
+struct Float16 {
+    using Bits = std::uint16_t;
+    static std::uint32_t widen(Bits bits) { return f32_from_f16(bits); }
+    static Bits narrow(std::uint32_t bits) { return f16_from_f32(bits); }
+};
+
 }  // namespace reshard

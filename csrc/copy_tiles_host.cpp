@@ -6,24 +6,6 @@
 namespace reshard {
 namespace {
 
-struct Float32 {
-    using Bits = std::uint32_t;
-    static std::uint32_t widen(Bits bits) { return bits; }
-    static Bits narrow(std::uint32_t bits) { return bits; }
-};
-
-struct BFloat16 {
-    using Bits = std::uint16_t;
-    static std::uint32_t widen(Bits bits) { return f32_from_bf16(bits); }
-    static Bits narrow(std::uint32_t bits) { return bf16_from_f32(bits); }
-};
-
-struct Float16 {
-    using Bits = std::uint16_t;
-    static std::uint32_t widen(Bits bits) { return f32_from_f16(bits); }
-    static Bits narrow(std::uint32_t bits) { return f16_from_f32(bits); }
-};
-
 template <typename Src, typename Dst>
 void cast_items(const unsigned char* src, unsigned char* dst, int items) {
     for (int i = 0; i < items; ++i) {

@@ -18,24 +18,6 @@ T load(const unsigned char* address) {
     return value;
 }
 
-struct Float32 {
-    using Bits = std::uint32_t;
-    static std::uint32_t widen(Bits bits) { return bits; }
-    static Bits narrow(std::uint32_t bits) { return bits; }
-};
-
-struct BFloat16 {
-    using Bits = std::uint16_t;
-    static std::uint32_t widen(Bits bits) { return f32_from_bf16(bits); }
-    static Bits narrow(std::uint32_t bits) { return bf16_from_f32(bits); }
-};
-
-struct Float16 {
-    using Bits = std::uint16_t;
-    static std::uint32_t widen(Bits bits) { return f32_from_f16(bits); }
-    static Bits narrow(std::uint32_t bits) { return f16_from_f32(bits); }
-};
-
 template <typename Src, typename Dst>
 void cast_row(const unsigned char* src, unsigned char* dst, std::int64_t count, std::int64_t src_stride,
               std::int64_t dst_stride, std::int64_t) {
