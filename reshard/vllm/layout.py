@@ -8,7 +8,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from reshard.layout import Layout, TensorSpec
-from reshard.loader_layout import trace_loader
+from reshard.loader_layout import LoadWeights, trace_loader
 from reshard.vllm.meta_model import isolated_config, meta_model
 
 
@@ -21,6 +21,7 @@ class EngineLayout:
         unread: checkpoint tensors that this rank's loader does not use.
         unwritten: parameters that the loader never fills.
         opaque: parameters that ``layout`` can't describe, each with the reason; they need the engine's own reload path.
+        sources: per parameter, the checkpoint tensors that its loader needs, opaque ones included.
         derived: tensors that the engine computed from its parameters after loading and that are no parameters
             themselves (``module.attribute``): stale once the parameters change, until the engine computes them anew.
     """
@@ -29,6 +30,7 @@ class EngineLayout:
     unread: tuple[str, ...]
     unwritten: tuple[str, ...]
     opaque: Mapping[str, str]
+    sources: Mapping[str, tuple[str, ...]]
     derived: tuple[str, ...]
 
 
@@ -48,7 +50,7 @@ def learn_layout(
     twin = meta_model(vllm_config)
     targets = _targets(twin)
     with set_current_vllm_config(isolated_config(vllm_config)):
-        trace = trace_loader(twin.load_weights, checkpoint, targets, rank=rank, memory=memory)
+        trace = trace_loader(_loader(twin), checkpoint, targets, rank=rank, memory=memory)
     reasons = dict.fromkeys(trace.layout.opaque(rank), "its loader computes it from the checkpoint")
     if live is not None:
         reasons |= _differences(targets, _targets(live))
@@ -58,8 +60,15 @@ def learn_layout(
         unread=trace.unread,
         unwritten=tuple(name for name in trace.unwritten if name in parameters),
         opaque=dict(sorted(reasons.items())),
+        sources=trace.sources,
         derived=() if live is None else _derived(twin, live),
     )
+
+
+def _loader(model: nn.Module) -> LoadWeights:
+    """vLLM's models share no base class that declares the loader which all of them have."""
+    load: LoadWeights = model.load_weights  # type: ignore[assignment]
+    return load
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ def meta_model(vllm_config: VllmConfig) -> nn.Module:
     """
     config = isolated_config(vllm_config)
     with _building(config):
-        model = initialize_model(vllm_config=config)
+        model: nn.Module = initialize_model(vllm_config=config)
     _to_meta(model)
     return model
 

@@ -134,7 +134,7 @@ V = TensorSpec("v", (2, 4), DType.FLOAT32)
 
 
 def trace(load, shape: tuple[int, ...], specs=(W, V), dtype=torch.float32):
-    parameter = torch.empty(shape, dtype=dtype, device="meta")
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     return trace_loader(lambda weights: load(parameter, dict(weights)), specs, {"p": parameter})
 
 
@@ -142,10 +142,18 @@ def check_against_labels(load, shape: tuple[int, ...], dtype=torch.float32) -> N
     """The traced layout must agree with what the same loader does to labels."""
     found = trace(load, shape, dtype=dtype)
     assert found.layout.opaque(0) == ()
-    live = torch.full(shape, -1.0, dtype=dtype)
+    live = torch.nn.Parameter(torch.full(shape, -1.0, dtype=dtype), requires_grad=False)
     load(live, dict(labelled([W, V])))
     read_back(found.layout, 0, {"p": live})
     assert int((live >= 0).sum()) == sum(holding.region.numel for holding in found.layout.holdings(0))
+
+
+def through_a_buffer(parameter: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Fill a tensor piece by piece, transposed, then copy it: as loaders do that gather what they get in any order."""
+    buffer = torch.full((4, 6), -1.0, device=parameter.device)
+    buffer[:, 4:].copy_(second.t())
+    buffer.t()[:3].copy_(first[3:])
+    parameter.copy_(buffer.t())
 
 
 @pytest.mark.parametrize(
@@ -164,6 +172,19 @@ def check_against_labels(load, shape: tuple[int, ...], dtype=torch.float32) -> N
         (lambda p, w: [p.fill_(-1), p[:2].copy_(w["v"])], (8, 4)),
         (lambda p, w: [p.copy_(w["w"]), p.copy_(w["w"])], (6, 4)),
         (lambda p, w: p[0, 0].copy_(w["w"][3, 2]), (2, 2)),
+        (lambda p, w: [p.copy_(w["w"]), p[0].fill_(-1)], (6, 4)),
+        (lambda p, w: [p.copy_(w["w"]), p[1:3, 1:3].copy_(w["v"][:, :2])], (6, 4)),
+        (lambda p, w: [p[1:3].copy_(w["w"][:2] * 2), p.copy_(w["w"])], (6, 4)),
+        (lambda p, w: p.copy_(torch.cat([w["w"][:, 2:], w["w"][:, :2]], dim=1)), (6, 4)),
+        (lambda p, w: p.copy_(torch.stack([w["w"][:2], w["v"]], dim=1)), (2, 2, 4)),
+        (lambda p, w: p.copy_(torch.nn.functional.pad(w["w"], (1, 2, 0, 1), value=-1.0)), (7, 7)),
+        (lambda p, w: p.copy_(w["w"][torch.tensor([4, 5, 0, 1])]), (4, 4)),
+        (lambda p, w: p.copy_(w["w"].index_select(1, torch.tensor([3, 0]))), (6, 2)),
+        (lambda p, w: p.copy_(w["w"].t().clone().t()), (6, 4)),
+        (lambda p, w: [half.copy_(part) for half, part in zip(p.chunk(2), w["w"].chunk(2), strict=True)], (6, 4)),
+        (lambda p, w: through_a_buffer(p, w["w"], w["v"]), (6, 4)),
+        (lambda p, w: p.data.fill_(w["w"][2, 1].item()), (1,)),
+        (lambda p, w: setattr(p, "data", torch.cat([w["v"], w["w"]])), (6, 4)),
     ],
 )
 def test_views_and_exact_copies_are_followed(load, shape):
@@ -181,9 +202,14 @@ def test_a_converting_loader_gives_the_parameters_dtype():
     [
         lambda p, w: p.copy_(w["w"] * 2),
         lambda p, w: p.copy_(w["w"]).mul_(2),
-        lambda p, w: p.copy_(torch.cat([w["w"][:, :2], w["w"][:, 2:]], dim=1)),
-        lambda p, w: [p.copy_(w["w"]), p[0].zero_()],
+        lambda p, w: [p.copy_(w["w"]), p[0].mul_(2)],
+        lambda p, w: [p[:3].copy_(w["w"][:3] + 1), p[3:].copy_(w["w"][3:])],
         lambda p, w: p.copy_(w["w"][0].expand(6, 4)),
+        lambda p, w: p.copy_(w["w"].to(torch.bfloat16)),
+        lambda p, w: p.view(torch.int32).copy_(w["w"].view(torch.int32)),
+        lambda p, w: p.copy_(w["w"].to(torch.int32)),
+        lambda p, w: p.copy_(torch.where(w["w"] > 0, w["w"], 0.0)),
+        lambda p, w: p.index_copy_(0, torch.arange(6, device=w["w"].device), w["w"]),
         lambda p, w: p.copy_(w["w"][torch.zeros(6, dtype=torch.int64, device=w["w"].device)]),
     ],
 )
@@ -198,3 +224,14 @@ def test_unread_and_unwritten_are_named_and_live_weights_refused():
     assert (found.unread, found.unwritten) == (("w",), ("p",))
     with pytest.raises(LayoutError, match=r"parameters \['p'\] are not on the meta device"):
         trace_loader(lambda weights: None, [W], {"p": torch.empty(2)})
+
+
+def test_a_loader_that_branches_on_weights_or_lacks_a_meta_kernel_is_refused():
+    with pytest.raises(LayoutError, match=r"branches on values that it computes from \['w'\]"):
+        trace(lambda p, w: p.copy_(w["w"]) if (w["w"] > 0).all() else None, (6, 4))
+    with torch.library._scoped_library("reshard_test", "DEF") as library:
+        library.define("quantise(Tensor x) -> Tensor")
+        library.impl("quantise", lambda x: x * 2, "CPU")
+        operator = torch.ops.reshard_test.quantise
+        with pytest.raises(LayoutError, match=r"passes \['w'\] to reshard_test.quantise.default, which has no kernel"):
+            trace(lambda p, w: p.copy_(operator(w["w"])), (6, 4))

@@ -19,7 +19,17 @@ TOP_LEVEL = {
 }
 # Modules of reshard that may import torch; all others plan: the standard library, numpy and each other.
 WITH_TORCH = {
-    *("loader_layout", "oracle", "quant", "resharder", "spec_transformers", "strided_view", "table", "torch_layout"),
+    *(
+        "loader_layout",
+        "loader_tracer",
+        "oracle",
+        "quant",
+        "resharder",
+        "spec_transformers",
+        "strided_view",
+        "table",
+        "torch_layout",
+    ),
     *("triton_copy", "triton_kernels", "verify"),
 }
 PURE = sorted(p.stem for p in (ROOT / "reshard").glob("*.py") if p.stem not in WITH_TORCH)
