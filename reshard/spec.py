@@ -23,7 +23,8 @@ class ModelTensor:
     ``cut`` says how tensor parallelism splits it: ``columns`` along dim 1, the rest but ``none`` along dim 0;
     ``query``, ``key`` and ``value`` by whole heads of ``head_dim`` rows, and engines may fuse the three, as they may
     ``gate`` and ``up``. ``layer`` is None outside the layers: then ``is_output`` tells the last stage from the first.
-    ``expert`` numbers experts.
+    ``expert`` numbers routed experts. ``fused``, of an uncut tensor that engines fuse with others, is its first row in
+    the fused parameter and how many rows that has.
     """
 
     spec: TensorSpec
@@ -32,6 +33,8 @@ class ModelTensor:
     expert: int | None = None
     head_dim: int = 1
     is_output: bool = False
+    is_shared_expert: bool = False
+    fused: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
