@@ -18,6 +18,9 @@ Note: vanilla
     some ranks' training shards lie outside their generation shards.
 """
 
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -35,6 +38,32 @@ class Communicator:
 
     name: str
     ranks: tuple[int, ...]
+
+
+def check_communicators(communicators: Sequence[Communicator], *, world_size: int) -> None:
+    """Raise LayoutError, naming the group, for ranks that are not in the world, ranks or names that come twice, and a
+    group without ranks.
+    """
+    for communicator in communicators:
+        name, ranks = communicator.name, communicator.ranks
+        outside = sorted(rank for rank in ranks if not 0 <= rank < world_size)
+        if outside:
+            raise LayoutError(
+                f"group {name!r} has ranks {outside}, but the world has ranks 0 to {world_size - 1}: "
+                "make the groups for as many ranks as were started"
+            )
+        twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
+        if twice or not ranks:
+            raise LayoutError(f"group {name!r} has ranks {list(ranks)}: expected one or more ranks, each once")
+    names = Counter(communicator.name for communicator in communicators)
+    repeated = sorted(name for name, times in names.items() if times > 1)
+    if repeated:
+        raise LayoutError(f"several groups are named {repeated[0]!r}: give each a name of its own")
+
+
+def communicators_digest(communicators: Sequence[Communicator]) -> str:
+    """SHA-256 of names, ranks and their order, as hex: equal where all ranks would create the same groups."""
+    return hashlib.sha256(repr([(c.name, c.ranks) for c in communicators]).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
