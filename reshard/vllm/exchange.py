@@ -1,0 +1,87 @@
+"""How the processes of one weight-transfer session tell each other what they hold, before any weight moves.
+
+A key-value store that the first trainer rank serves carries bytes under names; nothing is unpickled. Whoever waits
+looks for a failure note between slices, so that an error on one side ends the other side too, with the same words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+
+from reshard.errors import PeerTimeout, ReshardError, TransportError
+
+_POLL_S = 0.01
+
+
+class Exchange:
+    """One process's view of the session.
+
+    Args:
+        store: a ``torch.distributed`` store that all processes of the session reach.
+        session: the session's name: its keys start with it.
+        timeout_s: seconds after which a wait ends in a PeerTimeout.
+    """
+
+    def __init__(self, store: dist.Store, *, session: str, timeout_s: float) -> None:
+        self._store, self._prefix, self._timeout_s = store, f"reshard/{session}/", timeout_s
+
+    def claim(self, what: str, limit: int) -> int:
+        """The next number of ``what``, from 0, that no other process has.
+
+        Raises:
+            TransportError: all ``limit`` numbers are taken.
+        """
+        number = int(self._store.add(self._prefix + what, 1)) - 1
+        if number >= limit:
+            raise TransportError(
+                f"{number + 1} processes came as {what} but the session expects {limit}: pass the number of all engine "
+                "ranks (tensor x pipeline x data parallel size) to WeightSync.connect"
+            )
+        return number
+
+    def put(self, key: str, data: bytes) -> None:
+        """Publish ``data`` under ``key``."""
+        self._store.set(self._prefix + key, data)
+
+    def get(self, key: str, *, waiting_for: str) -> bytes:
+        """What was published under ``key``; waits until it is there.
+
+        Raises:
+            PeerTimeout: ``waiting_for`` (a phrase for the message) did not come in time.
+            TransportError: another process of the session failed; its words are in the message.
+        """
+        self._wait(self._prefix + key, waiting_for)
+        data: bytes = self._store.get(self._prefix + key)
+        return data
+
+    def all(self, key: str, ranks: Iterable[int], *, who: str) -> list[bytes]:
+        """What every rank of ``ranks`` published under ``key/rank``, in their order."""
+        return [self.get(f"{key}/{rank}", waiting_for=f"{key} of {who} rank {rank}") for rank in ranks]
+
+    def fail(self, who: str, error: BaseException) -> None:
+        """Tell the others that this process can't go on."""
+        self.put("failed", f"{who}: {error}".encode())
+
+    def guarded(self, who: str, step: Callable[[], None]) -> None:
+        """Run ``step``; an error of this package in it is published before it goes on."""
+        try:
+            step()
+        except ReshardError as error:
+            self.fail(who, error)
+            raise
+
+    def _wait(self, key: str, waiting_for: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check([key]):
+            if self._store.check([self._prefix + "failed"]):
+                words = self._store.get(self._prefix + "failed").decode()
+                raise TransportError(f"another process of the weight-transfer session failed: {words}")
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"waited {self._timeout_s:g} s for {waiting_for}: check that all trainer ranks call "
+                    "WeightSync.connect and that the engine has as many ranks as was said"
+                )
+            time.sleep(_POLL_S)

@@ -1,0 +1,188 @@
+"""One vLLM rank's live model as the destination of a Plan.
+
+Note "three kinds of parameters". Most live parameters are laid out as their loader wrote them: a Plan writes into them
+where they are. What vLLM computed from parameters and keeps beside them (latent attention's absorbed projections) is
+computed anew, into the same memory, after each update. What vLLM replaced or repacked after loading is *opaque*: the
+checkpoint tensors of such a layer arrive whole in staging tensors of this rank, and vLLM's own reload takes them from
+there, into the same kernel tensors. Which layers that are, and why, is logged once. On a CPU, a tied head keeps a
+packed copy of the embedding inside a kernel's closure, which vLLM's own reload leaves stale: it is packed anew here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from reshard.errors import LayoutError
+from reshard.layout import Address, Holding, Layout, TensorSpec
+from reshard.region import Region
+from reshard.strided_view import dense_strides
+from reshard.torch_layout import dtype_of
+from reshard.vllm.layout import EngineLayout, learn_layout
+
+logger = logging.getLogger(__name__)
+
+STAGED = "reload:"
+"""Storages of checkpoint tensors that vLLM's own reload takes."""
+_NOT_IN_CHECKPOINTS = ("*_scale", "*.k_scale", "*.v_scale", "*zero_point", "*rotary_emb*", "*.inv_freq")
+
+
+class LiveModel:
+    """The live weights of this process's vLLM rank.
+
+    Args:
+        vllm_config: the engine's whole config.
+        model: its live model; parameters are borrowed and never re-bound by this class.
+        model_config: the part of the config that belongs to ``model``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, model_config: ModelConfig) -> None:
+        self._config, self._model, self._model_config = vllm_config, model, model_config
+        self._staging: dict[str, torch.Tensor] = {}
+        self._reloaded: list[nn.Module] = []
+        self._derived: list[nn.Module] = []
+        self._packed: list[nn.Module] = []
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the tensors that opaque layers' checkpoint tensors arrive in."""
+        return sum(tensor.nbytes for tensor in self._staging.values())
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Live parameters, buffers and staging tensors by the storage names of ``layout``."""
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **self._staging}
+
+    def layout(self, checkpoint: Iterable[TensorSpec], *, rank: int) -> Layout:
+        """Learn this rank's Layout, ``rank`` being its number in it; allocates staging for opaque layers.
+
+        Raises:
+            LayoutError: vLLM's loader refuses the checkpoint's tensors, or parameters stay that none of them fills.
+        """
+        specs = {spec.name: spec for spec in checkpoint}
+        try:
+            learnt = learn_layout(self._config, specs.values(), rank=rank, live=self._model)
+        except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError(
+                f"vLLM's loader of {type(self._model).__name__} refuses the trainer's tensors: "
+                f"{type(error).__name__}: {error}; the trainer's model has another architecture, shape or vocabulary"
+            ) from error
+        self._check_complete(learnt)
+        self._derived = self._modules_of(learnt.derived)
+        self._packed = [module for module in self._model.modules() if _packs_embedding(module)]
+        return self._with_staging(learnt, specs, rank) if learnt.opaque else learnt.layout
+
+    def finish(self) -> None:
+        """Bring everything that depends on the new weights up to date; called after each transition."""
+        if not (self._reloaded or self._derived or self._packed):
+            return
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            if self._reloaded:
+                for module in self._reloaded:
+                    initialize_layerwise_reload(module)
+                self._model.load_weights((name.removeprefix(STAGED), t) for name, t in self._staging.items())
+                for module in self._reloaded:
+                    finalize_layerwise_reload(module, self._model_config)
+            for module in self._derived:
+                _recompute(module, self._model_config.dtype)
+            for module in self._packed:
+                vars(module)["quant_method"].process_weights_after_loading(module)
+
+    def _check_complete(self, learnt: EngineLayout) -> None:
+        missing = [
+            name
+            for name in learnt.unwritten
+            if name not in learnt.opaque and not any(fnmatchcase(name, known) for known in _NOT_IN_CHECKPOINTS)
+        ]
+        if missing:
+            raise LayoutError(
+                f"the trainer's model lacks tensors that the engine needs: nothing fills {len(missing)} parameters of "
+                f"{type(self._model).__name__}, {', '.join(missing[:8])}; pass all parameters by their checkpoint names"
+            )
+
+    def _modules_of(self, names: Iterable[str]) -> list[nn.Module]:
+        """Modules that own these tensors, each once, in the model's order; all of them can compute them anew."""
+        owners = {name.rpartition(".")[0] for name in names}
+        found = {name: module for name, module in self._model.named_modules() if name in owners}
+        unable = sorted(name for name, module in found.items() if not isinstance(module, _Recomputes))
+        if unable:
+            raise LayoutError(
+                f"vLLM computed tensors of {unable[:4]} from their weights after loading and has no public way to do "
+                "it again: this model can't be updated in place; use vLLM's own weight-transfer backends for it"
+            )
+        return list(found.values())
+
+    def _with_staging(self, learnt: EngineLayout, specs: Mapping[str, TensorSpec], rank: int) -> Layout:
+        """The Layout with whole checkpoint tensors, in staging, for every layer that holds an opaque parameter."""
+        owners = sorted({name.rpartition(".")[0] for name in learnt.opaque})
+        sources = self._sources(specs, owners, rank)
+        modules = dict(self._model.named_modules())
+        self._reloaded = [modules[owner] for owner in owners]
+        logger.warning(
+            "%d parameters of %s are not laid out as loaded (first: %s, %s); their layers take vLLM's own reload, "
+            "which stages %d tensors",
+            len(learnt.opaque),
+            type(self._model).__name__,
+            *next(iter(learnt.opaque.items())),
+            len(sources),
+        )
+        device = next(self._model.parameters()).device
+        kept = [h for h in learnt.layout.holdings(rank) if h.address.storage.rpartition(".")[0] not in owners]
+        for name in sources:
+            self._staging[STAGED + name] = torch.empty(specs[name].shape, dtype=self._model_config.dtype, device=device)
+        kept += [_whole(specs[name], self._staging[STAGED + name], rank) for name in sources]
+        dtypes = {h.region.name: h.address.dtype for h in kept}
+        used = [TensorSpec(name, specs[name].shape, dtype) for name, dtype in dtypes.items()]
+        return Layout.from_holdings(used, kept, ranks=[rank])
+
+    def _sources(self, specs: Mapping[str, TensorSpec], owners: list[str], rank: int) -> list[str]:
+        """Checkpoint tensors that the loader puts into the modules named ``owners``."""
+        before = learn_layout(self._config, specs.values(), rank=rank)
+        hidden = sorted(set(before.opaque) & {name for name in before.opaque if name.rpartition(".")[0] in owners})
+        if hidden:
+            raise LayoutError(
+                f"vLLM's loader computes {hidden[:4]} from the checkpoint (it does not copy it), so which tensors it "
+                "needs is not known; use vLLM's own weight-transfer backends for this model"
+            )
+        into = {h.region.name for h in before.layout.holdings(rank) if h.address.storage.rpartition(".")[0] in owners}
+        return [name for name in specs if name in into]
+
+
+def _whole(spec: TensorSpec, tensor: torch.Tensor, rank: int) -> Holding:
+    address = Address(STAGED + spec.name, 0, dense_strides(spec.shape), dtype_of(tensor.dtype))
+    return Holding(rank, Region(spec.name, (0,) * len(spec.shape), spec.shape), address)
+
+
+@runtime_checkable
+class _Recomputes(Protocol):
+    """A layer of vLLM that computes tensors from its weights after loading."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
+
+def _packs_embedding(module: nn.Module) -> bool:
+    """Whether a head runs on a packed copy of its weight (on a CPU)."""
+    method = vars(module).get("quant_method")
+    return isinstance(method, UnquantizedEmbeddingMethod) and "cpu_linear" in vars(module)
+
+
+def _recompute(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``module`` compute its derived tensors anew; they stay where captured graphs look for them."""
+    before = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    assert isinstance(module, _Recomputes)
+    module.process_weights_after_loading(dtype)
+    for name, old in before.items():
+        new = vars(module)[name]
+        if new is not old and new.data_ptr() != old.data_ptr():
+            old.copy_(new)
+            vars(module)[name] = old

@@ -1,0 +1,285 @@
+"""A trainer's side of live weights in vLLM: connect once, push after each optimizer step.
+
+Colocated (the engine's worker lives in the trainer's process, one engine rank a trainer rank) and separate (the engine
+has processes of its own on this host) look the same to the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import LayoutError, ReshardError, StateError, TransportError
+from reshard.layout import Layout
+from reshard.names import canonical_names
+from reshard.plan import Plan
+from reshard.resharder import Resharder, TransitionStats
+from reshard.torch_layout import gather_bytes, gather_layout
+from reshard.transports.base import Transport
+from reshard.transports.collective import CollectiveTransport
+from reshard.vllm.clients import EngineClient
+from reshard.vllm.exchange import Exchange
+from reshard.vllm.session import SessionInfo, join_as_trainer, plan_between
+
+if TYPE_CHECKING:
+    from reshard.vllm.engine import ReshardWeightTransferEngine
+
+Weights = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+class WeightSync:
+    """A trainer rank's connection to a vLLM engine. Make it with ``connect``."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        resharder: Resharder,
+        *,
+        rank: int,
+        exchange: Exchange | None,
+        engine: ReshardWeightTransferEngine | None,
+    ) -> None:
+        """``exchange`` is the session's, where the engine has processes of its own; else ``engine`` is this one's."""
+        self._client, self._resharder, self._rank = client, resharder, rank
+        self._exchange, self._engine = exchange, engine
+        self._num_pushes = 0
+
+    @classmethod
+    def connect(
+        cls,
+        client: EngineClient,
+        weights: Weights,
+        *,
+        num_engine_ranks: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
+        ignore: Collection[str] = (),
+        timeout_s: float = 120.0,
+    ) -> WeightSync:
+        """Agree with the engine on what moves where, once. Every trainer rank calls it.
+
+        Args:
+            client: the engine's control plane; only the first rank uses it where the engine has its own processes.
+            weights: this rank's part of the model, a module or tensors by checkpoint names; plain tensors or DTensors.
+                Borrowed: they stay in place, optimizers update them as ever.
+            num_engine_ranks: processes of an engine that lives elsewhere (tensor x pipeline x data parallel size).
+                None where its worker lives in this process.
+            group: the trainer's ranks; all of ``torch.distributed`` by default, one rank without it.
+            transport: for a colocated engine whose ranks exchange bytes; ``collective`` over ``group`` by default.
+            ignore: trainer's tensors, names or shell patterns, that generation does not need.
+            timeout_s: how long ranks wait for one another here.
+
+        Raises:
+            LayoutError, PlanError: trainer and engine do not hold the same model; the message lists what differs.
+            TransportError, PeerTimeout: a process failed or did not come.
+            StateError: the engine was not started with ``weight_transfer_config={"backend": "reshard"}``.
+        """
+        tensors = trainer_tensors(weights)
+        if num_engine_ranks is None:
+            return cls._colocated(client, tensors, group=group, transport=transport, ignore=ignore)
+        if num_engine_ranks < 1:
+            raise LayoutError(f"expected at least one engine rank, got num_engine_ranks={num_engine_ranks}")
+        rank, _ = _place(group)
+        info, exchange = _open_session(group, num_engine_ranks, tuple(ignore), timeout_s)
+        call = _Call(exchange)
+        if rank == 0:
+            call.begin(lambda: client.init_weight_transfer_engine({"session": info.to_dict()}))
+        bound: list[Resharder] = []
+        exchange.guarded(f"trainer rank {rank}", lambda: bound.append(join_as_trainer(info, exchange, rank, tensors)))
+        call.end()
+        return cls(client, bound[0], rank=rank, exchange=exchange, engine=None)
+
+    @classmethod
+    def _colocated(
+        cls,
+        client: EngineClient,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        group: dist.ProcessGroup | None,
+        transport: Transport | None,
+        ignore: Collection[str],
+    ) -> WeightSync:
+        from reshard.vllm.engine import local_engine
+
+        engine = local_engine()
+        if engine is None:
+            raise StateError(
+                "no vLLM engine with weight_transfer_config={'backend': 'reshard'} lives in this process: start it so "
+                "(with VLLM_ENABLE_V1_MULTIPROCESSING=0), or pass num_engine_ranks= where it has processes of its own"
+            )
+        rank, size = _place(group)
+        own = Layout.from_tensors(tensors, rank=rank)
+        source = gather_layout(own, group) if size > 1 else own
+        part = engine.live.layout(source.specs.values(), rank=rank)
+        destination = gather_layout(part, group) if size > 1 else part
+        plan = plan_between(source, destination, ignore=ignore)
+        if transport is None and not _is_local(plan):
+            transport = CollectiveTransport(group or dist.group.WORLD)
+        resharder = Resharder(plan, tensors, engine.live.tensors, rank=rank, transport=transport)
+        engine.bind(resharder)
+        return cls(client, resharder, rank=rank, exchange=None, engine=engine)
+
+    @property
+    def plan(self) -> Plan:
+        """What moves where."""
+        return self._resharder.plan
+
+    @property
+    def stats(self) -> TransitionStats:
+        """What a push costs on this rank."""
+        return self._resharder.stats
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the engine has; 0 before the first push."""
+        return self._resharder.version
+
+    def push(self, *, version: int | None = None, deadline_s: float = 60.0) -> TransitionStats:
+        """Bring the engine to the trainer's weights of now. Every trainer rank calls it; blocks until it is done.
+
+        The engine's prefix cache is reset. Weights must not change until it returns.
+
+        Args:
+            version: the number that the weights get; one more than the last where left out. Larger than the last.
+            deadline_s: seconds until a PeerTimeout names who was missing.
+
+        Raises:
+            StateError: requests are in flight in the engine (nothing has changed), or the version is not newer.
+            TransportError, PeerTimeout: the engine's weights are not whole and it refuses to generate until a push
+                succeeds; the trainer's weights are intact.
+        """
+        version = self.version + 1 if version is None else version
+        if version <= self.version:
+            raise StateError(f"weights version {version} is not newer than {self.version}: versions only grow")
+        update = {"version": version, "deadline_s": deadline_s}
+        if self._engine is not None:
+            self._client.start_weight_update()
+            self._client.update_weights(update)
+        else:
+            self._push_to_others(version, update, deadline_s)
+        if self._rank == 0 or self._engine is not None:
+            self._client.finish_weight_update(str(version))
+            self._client.reset_prefix_cache()
+        return self.stats
+
+    def begin_training(self) -> None:
+        """Generation is over: the trainer may change its weights from here until the next ``push``."""
+        self._resharder.train()
+
+    def verify(self) -> int:
+        """Compare what this rank can see of both sides; returns the bytes compared. See ``Resharder.verify``."""
+        return self._resharder.verify()
+
+    def close(self) -> None:
+        """Release what the connection holds; weights on both sides stay as they are."""
+        self._resharder.close()
+
+    def _push_to_others(self, version: int, update: dict[str, object], deadline_s: float) -> None:
+        """Both ends at once: the first rank's call lets the engine's ranks receive, all trainer ranks send."""
+        assert self._exchange is not None
+        self._num_pushes += 1
+        key = f"push/{self._num_pushes}"
+        if self._rank == 0:
+            try:
+                self._client.start_weight_update()
+            except ReshardError as error:
+                self._exchange.put(key, str(error).encode())
+                raise
+            self._exchange.put(key, b"")
+            call = _Call(self._exchange)
+            call.begin(lambda: self._client.update_weights(update))
+            try:
+                self._resharder.run(version=version, deadline_s=deadline_s)
+            finally:
+                call.end()
+            return
+        refusal = self._exchange.get(key, waiting_for="trainer rank 0 to open the update")
+        if refusal:
+            raise StateError(refusal.decode())
+        self._resharder.run(version=version, deadline_s=deadline_s)
+
+
+def trainer_tensors(weights: Weights) -> dict[str, torch.Tensor]:
+    """This rank's tensors by checkpoint names: parameters and persistent buffers of a module, or a mapping's own.
+
+    Raises:
+        LayoutError: two names become one, or adapters are not merged.
+    """
+    if isinstance(weights, torch.nn.Module):
+        persistent = weights.state_dict(keep_vars=True)
+        named = {name: value for name, value in persistent.items() if isinstance(value, torch.Tensor)}
+    else:
+        named = dict(weights)
+    short = canonical_names(named)
+    return {short[name]: tensor.detach() for name, tensor in named.items() if name in short}
+
+
+class _Call:
+    """A blocking call on the engine's control plane, beside this rank's own part of the work."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reshard-engine-call")
+        self._answer: Future[None] | None = None
+
+    def begin(self, call: Callable[[], None]) -> None:
+        """Start ``call``; if it fails, the session's other processes are told."""
+        self._answer = self._thread.submit(call)
+        self._answer.add_done_callback(self._tell)
+
+    def end(self) -> None:
+        """Wait for the call, if one was begun; TransportError with the engine's words if it failed."""
+        self._thread.shutdown()
+        error = self._answer.exception() if self._answer is not None else None
+        if error is not None:
+            raise TransportError(f"the engine refused: {error}") from error
+
+    def _tell(self, answer: Future[None]) -> None:
+        error = answer.exception()
+        if error is not None:
+            self._exchange.fail("the engine", error)
+
+
+def _open_session(
+    group: dist.ProcessGroup | None, num_engine_ranks: int, ignore: tuple[str, ...], timeout_s: float
+) -> tuple[SessionInfo, Exchange]:
+    """The session that trainer rank 0 serves, told to the other trainer ranks."""
+    rank, size = _place(group)
+    exchange: Exchange | None = None
+    told = b""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        info = SessionInfo(
+            host="127.0.0.1",
+            port=store.port,
+            session=uuid.uuid4().hex[:12],
+            num_trainers=size,
+            num_engine_ranks=num_engine_ranks,
+            folder=tempfile.mkdtemp(prefix="reshard"),
+            ignore=ignore,
+            timeout_s=timeout_s,
+        )
+        exchange = Exchange(store, session=info.session, timeout_s=timeout_s)
+        told = json.dumps(info.to_dict()).encode()
+    if size > 1:
+        told = gather_bytes(told or b" ", group)[0]
+    info = SessionInfo.from_dict(json.loads(told))
+    return info, exchange or info.exchange()
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank among the trainer's ranks and their number."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _is_local(plan: Plan) -> bool:
+    return all(copy.is_local for rank in plan.scope for copy in plan.copies_of(rank))
