@@ -136,7 +136,8 @@ class Layout:
                 unknown.add(holding.region.name)
         if unknown:
             raise LayoutError(f"holdings of unknown tensors: {_some(sorted(unknown))}; list them in specs")
-        entries = (_entry(spec, own) for spec, own in by_name.values())
+        known: dict[object, Pattern] = {}
+        entries = (_entry(spec, own, known) for spec, own in by_name.values())
         return cls(entries, ranks=ranks, memory=memory, ties=ties, opaque=opaque)
 
     @classmethod
@@ -260,7 +261,8 @@ class Layout:
         return f"Layout({len(self._entries)} tensors on {len(self.ranks)} ranks, {self.digest[:12]})"
 
 
-def _entry(spec: TensorSpec, holdings: Sequence[Holding]) -> Entry:
+def _entry(spec: TensorSpec, holdings: Sequence[Holding], known: dict[object, Pattern]) -> Entry:
+    """The entry of a tensor; ``known`` are the patterns so far, as most tensors of a model lie like others."""
     slots: dict[str, int] = {}
     rows = []
     for holding in sorted(holdings, key=lambda h: (h.rank, h.address.storage)):
@@ -273,7 +275,10 @@ def _entry(spec: TensorSpec, holdings: Sequence[Holding]) -> Entry:
         if len(row[1]) != len(spec.shape) or len(row[5]) != len(spec.shape):
             raise LayoutError(f"rank {row[0]} holds {spec.name!r} with {len(row[1])} dims, its shape is {spec.shape}")
     try:
-        return Entry(spec, pattern_from_rows(spec.shape, rows), tuple(slots))
+        key = (spec.shape, *rows)
+        if key not in known:
+            known[key] = pattern_from_rows(spec.shape, rows)
+        return Entry(spec, known[key], tuple(slots))
     except LayoutError as error:
         raise LayoutError(f"tensor {spec.name!r}: {error}") from None
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 
 from reshard.layout import Layout, TensorSpec
 from reshard.loader_layout import LoadWeights, trace_loader
-from reshard.vllm.meta_model import isolated_config, meta_model
+from reshard.vllm.meta_model import isolated, meta_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ def learn_layout(
     """
     twin = meta_model(vllm_config)
     targets = _targets(twin)
-    with set_current_vllm_config(isolated_config(vllm_config)):
+    with isolated(vllm_config):
         trace = trace_loader(_loader(twin), checkpoint, targets, rank=rank, memory=memory)
     reasons = dict.fromkeys(trace.layout.opaque(rank), "its loader computes it from the checkpoint")
     if live is not None:
         reasons |= _differences(targets, _targets(live))
     parameters = {name for name, _ in twin.named_parameters()}
     return EngineLayout(
-        layout=_without(trace.layout, rank, reasons),
+        layout=_without(trace.layout, rank, reasons) if reasons else trace.layout,
         unread=trace.unread,
         unwritten=tuple(name for name in trace.unwritten if name in parameters),
         opaque=dict(sorted(reasons.items())),

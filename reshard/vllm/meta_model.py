@@ -1,15 +1,16 @@
 """A vLLM engine's model once more, on the meta device: same classes, same shapes, same loader, no weights.
 
 Note: what must not change around it
-    Layers register themselves in the config's forward context when they are built, custom operators count themselves
-    there, quantisation configs rewrite their own names, and rotary embeddings share one cache. So the second model is
-    built under copies of those, and the process's defaults come back as they were: a live engine runs on as before.
+    Layers register themselves in the config when they are built, custom operators count themselves there, quantisation
+    configs rewrite their own names; rotary embeddings share one cache, offloaders collect modules, and what a pipeline
+    stage lacks is remembered by a model's address. So a second model is built and loaded under copies of those, and the
+    process's own come back as they were: a live engine runs on as before.
 """
 
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,37 +20,12 @@ from torch.overrides import TorchFunctionMode
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import utils as model_utils
+from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 
 _FACTORIES = frozenset({torch.empty, torch.full, torch.zeros, torch.ones, torch.arange, torch.tensor, torch.as_tensor})
 _MAX_REAL_ELEMENTS = 1 << 16
-
-
-def meta_model(vllm_config: VllmConfig) -> nn.Module:
-    """The model that an engine of this config and of this process's parallel state would build, on the meta device.
-
-    Safe beside a live engine. Small integer tensors (expert maps) are real, as loaders read them. vLLM's parallel state
-    must be set up: by a live engine, or by ``reshard.vllm.planning``.
-    """
-    config = isolated_config(vllm_config)
-    with _building(config):
-        model: nn.Module = initialize_model(vllm_config=config)
-    _to_meta(model)
-    return model
-
-
-def isolated_config(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy of the config whose registries are its own and empty; compiling is off, as the model never runs."""
-    config = copy.copy(vllm_config)
-    compilation = copy.copy(vllm_config.compilation_config)
-    for name in {field.name for field in dataclasses.fields(compilation)} & set(_EMPTY):
-        object.__setattr__(compilation, name, _EMPTY[name]())
-    object.__setattr__(compilation, "mode", CompilationMode.NONE)
-    object.__setattr__(config, "compilation_config", compilation)
-    object.__setattr__(config, "quant_config", copy.deepcopy(vllm_config.quant_config))
-    return config
-
-
-_EMPTY: Mapping[str, Callable[[], object]] = {
+_FRESH: Mapping[str, Callable[[], object]] = {
     "static_forward_context": dict,
     "static_all_moe_layers": list,
     "enabled_custom_ops": Counter,
@@ -58,25 +34,64 @@ _EMPTY: Mapping[str, Callable[[], object]] = {
 }
 
 
+def meta_model(vllm_config: VllmConfig) -> nn.Module:
+    """The model that an engine of this config and of this process's parallel state would build, on the meta device.
+
+    Safe beside a live engine. Small integer tensors (expert maps) are real, as loaders read them. vLLM's parallel state
+    must be set up: by a live engine, or by ``reshard.vllm.planning``. Load it under ``isolated`` too.
+    """
+    with isolated(vllm_config) as config, torch.device("meta"), _RealIntegers():
+        model: nn.Module = initialize_model(vllm_config=config)
+    _to_meta(model)
+    return model
+
+
 @contextmanager
-def _building(config: VllmConfig) -> Iterator[None]:
-    """vLLM's own surroundings of a model's construction, but on the meta device."""
-    default, ropes = torch.get_default_dtype(), dict(rotary_embedding._ROPE_DICT)
-    rotary_embedding._ROPE_DICT.clear()
+def isolated(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
+    """Surroundings in which a model can be built and loaded without touching a live engine; yields the config for it.
+
+    Compiling is off in that config, as the model never runs. The default dtype is the model's, gradients are off.
+    """
+    config = _own_config(vllm_config)
+    default, offloader = torch.get_default_dtype(), get_offloader()
     torch.set_default_dtype(config.model_config.dtype)
+    set_offloader(NoopOffloader())
     try:
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
             set_current_vllm_config(config),
-            torch.device("meta"),
-            _RealIntegers(),
+            _emptied(rotary_embedding._ROPE_DICT),
+            _emptied(model_utils._model_to_pp_missing_layer_names),
         ):
-            yield
+            yield config
     finally:
+        set_offloader(offloader)
         torch.set_default_dtype(default)
-        rotary_embedding._ROPE_DICT.clear()
-        rotary_embedding._ROPE_DICT.update(ropes)
+
+
+def _own_config(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy of the config whose registries are its own and empty."""
+    config = copy.copy(vllm_config)
+    compilation = copy.copy(vllm_config.compilation_config)
+    for name in {field.name for field in dataclasses.fields(compilation)} & set(_FRESH):
+        object.__setattr__(compilation, name, _FRESH[name]())
+    object.__setattr__(compilation, "mode", CompilationMode.NONE)
+    object.__setattr__(config, "compilation_config", compilation)
+    object.__setattr__(config, "quant_config", copy.deepcopy(vllm_config.quant_config))
+    return config
+
+
+@contextmanager
+def _emptied(registry: MutableMapping[Any, Any]) -> Iterator[None]:
+    """One of vLLM's module-level registries is empty inside and as it was afterwards."""
+    before = dict(registry)
+    registry.clear()
+    try:
+        yield
+    finally:
+        registry.clear()
+        registry.update(before)
 
 
 class _RealIntegers(TorchFunctionMode):

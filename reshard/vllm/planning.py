@@ -7,6 +7,8 @@ real rank.
 
 import contextlib
 import json
+import math
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-from reshard.errors import StateError
+from reshard.boxes import union_volume
+from reshard.errors import LayoutError, StateError
 from reshard.layout import Layout, TensorSpec
 from reshard.vllm.checkpoint import checkpoint_specs
 from reshard.vllm.layout import EngineLayout, learn_layout
@@ -36,9 +39,29 @@ def learn_layouts(
     checkpoint: Iterable[TensorSpec] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Layout:
-    """The merged Layout of an engine's ranks; see ``learn_ranks`` for the arguments and what it raises."""
+    """The merged Layout of an engine's ranks; see ``learn_ranks`` for the arguments.
+
+    Raises also LayoutError when all ranks together use only a part of a checkpoint tensor: vLLM's loaders take a slice
+    of a tensor that is larger than they expect without a word.
+    """
     learnt = learn_ranks(config, tp=tp, pp=pp, dp=dp, ep=ep, ranks=ranks, checkpoint=checkpoint, dtype=dtype)
-    return Layout.merge(part.layout for part in learnt.values())
+    layout = Layout.merge(part.layout for part in learnt.values())
+    if ranks is None and not layout.opaque_map():
+        _check_whole(layout)
+    return layout
+
+
+def _check_whole(layout: Layout) -> None:
+    """All elements of every tensor that is used must be."""
+    whole: dict[bytes, bool] = {}
+    for pattern in layout.patterns:
+        whole[pattern.key] = union_volume(pattern.boxes_start, pattern.boxes_stop) == math.prod(pattern.shape)
+    partly = [name for name, entry in layout.entries.items() if not whole[entry.pattern.key]]
+    if partly:
+        raise LayoutError(
+            f"the engine uses only a part of {len(partly)} tensors, first {partly[:4]}: its model and the checkpoint "
+            "differ in their sizes (number or size of heads, experts, vocabulary); give both the same config"
+        )
 
 
 def learn_ranks(
@@ -100,6 +123,7 @@ def parallel_rank(config: VllmConfig, *, rank: int) -> Iterator[None]:
         )
     parallel = config.parallel_config
     world_size = parallel.world_size_across_dp
+    excepthook = sys.excepthook  # init_process_group wraps it once more each time
     dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with set_current_vllm_config(config), _without_peers():
@@ -112,6 +136,7 @@ def parallel_rank(config: VllmConfig, *, rank: int) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+        sys.excepthook = excepthook
 
 
 @contextlib.contextmanager

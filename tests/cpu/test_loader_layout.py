@@ -53,8 +53,8 @@ class Engine(nn.Module):
             "model.layers.0.mlp.gate_up_proj.weight": (2 * MLP // tp, HIDDEN),
             "model.layers.0.mlp.down_proj.weight": (HIDDEN, MLP // tp),
             "model.layers.1.mlp.gate.weight": (EXPERTS, HIDDEN),
-            "model.layers.1.mlp.experts.w13_weight": (EXPERTS, 2 * MLP // tp, HIDDEN),
-            "model.layers.1.mlp.experts.w2_weight": (EXPERTS, HIDDEN, MLP // tp),
+            "model.layers.1.mlp.experts.routed_experts.w13_weight": (EXPERTS, 2 * MLP // tp, HIDDEN),
+            "model.layers.1.mlp.experts.routed_experts.w2_weight": (EXPERTS, HIDDEN, MLP // tp),
         }
         self.weights = {name: torch.full(shape, -1.0, device=device) for name, shape in shapes.items()}
 
@@ -67,7 +67,7 @@ class Engine(nn.Module):
         if ".experts." in name:
             block, expert = stem.rsplit(".", 1)
             stack = "w2_weight" if leaf == "down_proj" else "w13_weight"
-            self._mlp(self.weights[f"{block}.{stack}"][int(expert)], leaf, tensor)
+            self._mlp(self.weights[f"{block}.routed_experts.{stack}"][int(expert)], leaf, tensor)
         elif leaf in ("q_proj", "k_proj", "v_proj"):
             self._qkv(self.weights[f"{stem}.qkv_proj.weight"], leaf[0], tensor)
         elif leaf in ("gate_proj", "up_proj"):

@@ -1,0 +1,34 @@
+"""Environment of vLLM on a CPU, set before vLLM is imported; without vLLM every module of this folder is skipped."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def _is_installed() -> bool:
+    """Whether vLLM is; this folder, which Python could take for a package of its name, does not count."""
+    found = importlib.util.find_spec("vllm")
+    return found is not None and found.origin is not None
+
+
+class _Absent(pytest.Module):
+    def collect(self) -> Iterable[pytest.Item]:
+        pytest.skip("vLLM is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip instead of importing what imports vLLM."""
+    return None if _is_installed() or "vllm" in sys.modules else _Absent.from_parent(parent, path=module_path)
