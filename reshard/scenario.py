@@ -23,8 +23,10 @@ _GENERATE_AXES = ("pp", "dp", "tp", "ep")
 class Scenario:
     """What to plan: sizes by axis name for training and generation, ``ranks_per_node`` ranks on a node.
 
-    Training orders its ranks pp, dp, fsdp, tp, slowest first; ``ep`` deals out experts over all ranks of a stage.
-    Generation takes its places from ``grouping`` (``reshard.groups``) and fills all ranks with replicas.
+    Training orders its ranks pp, dp, fsdp, tp, slowest first. ``ep`` deals out experts over consecutive ranks of a
+    stage. The other ranks of the stage hold replicas; under ``fsdp`` those of one ``fsdp * tp`` block that have the
+    same experts cut them among themselves, and ``dp`` holds replicas of the block. Generation takes its places from
+    ``grouping`` (``reshard.groups``) and fills all ranks with replicas.
     """
 
     model: ModelSpec
@@ -101,19 +103,21 @@ def _check_axes(side: str, sizes: dict[str, int], known: Sequence[str]) -> None:
 
 
 def _expert_mesh(mesh: Mesh, ep: int, fsdp: str | None) -> Mesh | None:
-    """Experts dealt out over consecutive ranks of a stage (or of an engine), the rest being replicas."""
+    """Experts dealt out over consecutive ranks of a stage (or of an engine), the rest being replicas or FSDP shards."""
     if ep == 1:
         return None
-    if fsdp is not None:
-        raise LayoutError("ep with fsdp is not laid out here: use ep with dp, or fsdp without ep")
     num_stages = mesh.axis_size("pp")
     per_stage = mesh.size // num_stages
-    if per_stage % ep:
-        good = [size for size in range(1, per_stage + 1) if per_stage % size == 0]
-        raise LayoutError(f"ep={ep} does not divide the {per_stage} ranks of a stage: use one of {good}")
-    ranks = (
-        [rank for stage in range(num_stages) for rank in mesh.slice(pp=stage).ranks]
-        if "pp" in mesh.axes
-        else mesh.ranks
-    )
-    return Mesh({"pp": num_stages, "edp": per_stage // ep, "ep": ep}, ranks=ranks)
+    replicas = mesh.axis_size("dp") if fsdp else 1
+    block = per_stage // replicas
+    if block % ep:
+        good = [size for size in range(1, block + 1) if block % size == 0]
+        among = f"the fsdp * tp = {block} ranks that share one copy" if fsdp else f"the {block} ranks of a stage"
+        raise LayoutError(f"ep={ep} does not divide {among}: use one of {good}")
+    ranks = [rank for stage in range(num_stages) for rank in _stage_ranks(mesh, stage)]
+    axes = {"pp": num_stages, "dp": replicas, fsdp or "edp": block // ep, "ep": ep}
+    return Mesh(axes, ranks=ranks)
+
+
+def _stage_ranks(mesh: Mesh, stage: int) -> Sequence[int]:
+    return mesh.slice(pp=stage).ranks if "pp" in mesh.axes else mesh.ranks

@@ -1,7 +1,8 @@
 """Checkpoint tensors of the model families that we know, from config fields.
 
-Names and shapes follow the checkpoints of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V2/V3 and
-Kimi-K2 as published on Hugging Face; tests compare them with Transformers' own modules on the meta device.
+Names and shapes follow the checkpoints of Llama, Mistral, Qwen2, Qwen3, Gemma-3, Qwen3-MoE, Mixtral, DeepSeek-V2/V3 and
+Kimi-K2 as published on Hugging Face; tests compare them with Transformers' own modules on the meta device. Of Gemma-3
+only the text model is described, under the names that it has by itself (``model.layers...``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,18 @@ from reshard.errors import LayoutError
 from reshard.layout import TensorSpec
 from reshard.spec import Cut, ModelSpec, ModelTensor
 
-DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 LATENT = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2"})
 SPARSE = frozenset({"mixtral", "qwen3_moe"})
 KNOWN = DENSE | LATENT | SPARSE
+# What Gemma-3's config.json leaves to the defaults of Transformers' Gemma3TextConfig.
+GEMMA_DEFAULTS: Mapping[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +57,16 @@ class _Config:
 
 def build_tensors(fields: Mapping[str, Any], *, name: str, dtype: DType | None) -> ModelSpec:
     """The ModelSpec of a config; see ``ModelSpec.from_config``."""
-    config = _Config(fields)
+    config = _Config(_text_fields(fields))
     if config.kind not in KNOWN:
         raise LayoutError(
             f"model_type {config.kind!r} is not among {', '.join(sorted(KNOWN))}; "
             "for others reshard.spec_transformers.spec_from_transformers reads the shapes from the model itself"
         )
     stored = (
-        DType.parse(str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")) if dtype is None else dtype
+        DType.parse(str(config.fields.get("dtype") or config.fields.get("torch_dtype") or "bfloat16"))
+        if dtype is None
+        else dtype
     )
     build = _Builder(config, stored)
     tied = config.flag("tie_word_embeddings")
@@ -70,6 +81,16 @@ def build_tensors(fields: Mapping[str, Any], *, name: str, dtype: DType | None) 
         tensors=tensors,
         ties={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
     )
+
+
+def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the text model, with Gemma-3's defaults filled in."""
+    if fields.get("model_type") == "gemma3":
+        outer = {key: fields[key] for key in ("origin", "dtype", "torch_dtype") if key in fields}
+        fields = outer | dict(fields.get("text_config") or {}) | {"model_type": "gemma3_text"}
+    if fields.get("model_type") == "gemma3_text":
+        fields = {**GEMMA_DEFAULTS, **{key: value for key, value in fields.items() if value is not None}}
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +121,11 @@ class _Builder:
             yield from self._latent_attention(f"{prefix}.self_attn", layer)
         else:
             yield from self._attention(f"{prefix}.self_attn", layer)
-        yield self._tensor(f"{prefix}.post_attention_layernorm.weight", (hidden,), "none", layer=layer)
+        norms = ["post_attention_layernorm"]
+        if self.config.kind == "gemma3_text":
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for norm in norms:
+            yield self._tensor(f"{prefix}.{norm}.weight", (hidden,), "none", layer=layer)
         if self._is_sparse(layer):
             yield from self._experts(prefix, layer)
         else:
@@ -132,9 +157,9 @@ class _Builder:
             if has_bias:
                 yield self._tensor(f"{name}.bias", (size,), cut, layer=layer, head_dim=head_dim)
         yield self._tensor(f"{prefix}.o_proj.weight", (hidden, heads * head_dim), "columns", layer=layer)
-        if config.kind in ("llama", "qwen3", "qwen3_moe") and config.flag("attention_bias"):
+        if config.kind in ("llama", "qwen3", "qwen3_moe", "gemma3_text") and config.flag("attention_bias"):
             yield self._tensor(f"{prefix}.o_proj.bias", (hidden,), "none", layer=layer)
-        if config.kind in ("qwen3", "qwen3_moe"):
+        if config.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             for letter in "qk":
                 yield self._tensor(f"{prefix}.{letter}_norm.weight", (head_dim,), "none", layer=layer)
 
@@ -145,40 +170,50 @@ class _Builder:
         rope, nope = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
         value, latent = config.number("v_head_dim"), config.number("kv_lora_rank")
         query, rank = heads * (rope + nope), config.number("q_lora_rank", 0)
-        if rank:
-            yield self._tensor(f"{prefix}.q_a_proj.weight", (rank, hidden), "none", layer=layer)
+        fused = (rank, rank + latent + rope) if rank else None
+        if fused:
+            first = (0, fused[1])
+            yield self._tensor(f"{prefix}.q_a_proj.weight", (rank, hidden), "none", layer=layer, fused=first)
             yield self._tensor(f"{prefix}.q_a_layernorm.weight", (rank,), "none", layer=layer)
             yield self._tensor(f"{prefix}.q_b_proj.weight", (query, rank), "rows", layer=layer, head_dim=rope + nope)
         else:
             yield self._tensor(f"{prefix}.q_proj.weight", (query, hidden), "rows", layer=layer, head_dim=rope + nope)
-        yield self._tensor(f"{prefix}.kv_a_proj_with_mqa.weight", (latent + rope, hidden), "none", layer=layer)
+        shape = (latent + rope, hidden)
+        yield self._tensor(f"{prefix}.kv_a_proj_with_mqa.weight", shape, "none", layer=layer, fused=fused)
         yield self._tensor(f"{prefix}.kv_a_layernorm.weight", (latent,), "none", layer=layer)
         rows = heads * (nope + value)
         yield self._tensor(f"{prefix}.kv_b_proj.weight", (rows, latent), "rows", layer=layer, head_dim=nope + value)
         yield self._tensor(f"{prefix}.o_proj.weight", (hidden, heads * value), "columns", layer=layer)
 
-    def _mlp(self, prefix: str, size: int, layer: int, expert: int | None = None) -> Iterator[ModelTensor]:
+    def _mlp(self, prefix: str, size: int, layer: int, **place: Any) -> Iterator[ModelTensor]:
         hidden = self.config.number("hidden_size")
         names = ("w1", "w3", "w2") if self.config.kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        yield self._tensor(f"{prefix}.{names[0]}.weight", (size, hidden), "gate", layer=layer, expert=expert)
-        yield self._tensor(f"{prefix}.{names[1]}.weight", (size, hidden), "up", layer=layer, expert=expert)
-        yield self._tensor(f"{prefix}.{names[2]}.weight", (hidden, size), "columns", layer=layer, expert=expert)
+        yield self._tensor(f"{prefix}.{names[0]}.weight", (size, hidden), "gate", layer=layer, **place)
+        yield self._tensor(f"{prefix}.{names[1]}.weight", (size, hidden), "up", layer=layer, **place)
+        yield self._tensor(f"{prefix}.{names[2]}.weight", (hidden, size), "columns", layer=layer, **place)
 
     def _experts(self, prefix: str, layer: int) -> Iterator[ModelTensor]:
         config = self.config
         hidden = config.number("hidden_size")
         block = f"{prefix}.block_sparse_moe" if config.kind == "mixtral" else f"{prefix}.mlp"
-        if config.kind == "mixtral":
-            num, size = config.number("num_local_experts"), config.number("intermediate_size")
-        else:
-            num = config.number("n_routed_experts" if config.kind in LATENT else "num_experts")
-            size = config.number("moe_intermediate_size")
+        num = self._num_experts()
+        size = config.number("intermediate_size" if config.kind == "mixtral" else "moe_intermediate_size")
         yield self._tensor(f"{block}.gate.weight", (num, hidden), "none", layer=layer)
         if config.kind in ("deepseek_v3", "kimi_k2"):
             name = f"{block}.gate.e_score_correction_bias"
             yield self._tensor(name, (num,), "none", layer=layer, dtype=DType.FLOAT32)
         for expert in range(num):
-            yield from self._mlp(f"{block}.experts.{expert}", size, layer, expert)
+            yield from self._mlp(f"{block}.experts.{expert}", size, layer, expert=expert)
         shared = config.number("n_shared_experts", 0) if config.kind in LATENT else 0
         if shared:
-            yield from self._mlp(f"{block}.shared_experts", size * shared, layer)
+            yield from self._mlp(f"{block}.shared_experts", size * shared, layer, is_shared_expert=True)
+
+    def _num_experts(self) -> int:
+        """Routed experts of a layer. Transformers 5 writes Qwen3-MoE's under the name that Mixtral has for them."""
+        config = self.config
+        if config.kind in LATENT:
+            return config.number("n_routed_experts")
+        is_local = config.kind == "mixtral" or (
+            "num_experts" not in config.fields and "num_local_experts" in config.fields
+        )
+        return config.number("num_local_experts" if is_local else "num_experts")

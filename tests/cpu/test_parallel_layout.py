@@ -39,7 +39,10 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "gemma3-1b": 999_885_952,
     "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,
 }
 
@@ -192,10 +195,14 @@ def test_separate_expert_mesh_over_the_same_ranks():
     train = Layout.from_parallel(model, mesh, rules=Rules(style="megatron"), expert_mesh=experts)
     assert {h.rank for h in train.holders("model.layers.1.mlp.experts.0.up_proj.weight")} == {4}
     check_plan(make_plan(train, Layout.from_parallel(model, Mesh({"tp": 4}), rules=Rules(style="vllm"))))
-    with pytest.raises(LayoutError, match=r"8 experts per layer .* don't divide among ep=3: use one of"):
+    with pytest.raises(LayoutError, match=r"experts per layer, 8, does not divide among axis ep=3; .* do: 1, 2, 4, 8"):
         Layout.from_parallel(model, Mesh({"ep": 3}))
-    with pytest.raises(LayoutError, match="have different ranks"):
+    with pytest.raises(
+        LayoutError, match=r"have different ranks: left over are \[4, 5, 6, 7\], which only the mesh has"
+    ):
         Layout.from_parallel(model, mesh, expert_mesh=Mesh({"pp": 2, "ep": 2}))
+    with pytest.raises(LayoutError, match=r"puts ranks \[1, 3, 4, 6\] on other stages"):
+        Layout.from_parallel(model, mesh, expert_mesh=Mesh({"ep": 4, "pp": 2}))
 
 
 def test_fsdp_cuts_ceil_chunks_of_every_shard():
@@ -204,8 +211,8 @@ def test_fsdp_cuts_ceil_chunks_of_every_shard():
     spans = {h.rank: (h.region.start[0], h.region.stop[0]) for h in layout.holders("model.layers.0.mlp.up_proj.weight")}
     assert spans == {0: (0, 2), 2: (2, 4), 4: (4, 5), 1: (5, 7), 3: (7, 9), 5: (9, 10)}
     check_plan(make_plan(layout, Layout.from_parallel(model, Mesh({"tp": 2}), rules=Rules(style="vllm"))))
-    with pytest.raises(LayoutError, match="fsdp='dp' needs style='plain', got 'vllm'"):
-        Layout.from_parallel(model, Mesh({"dp": 2}), rules=Rules(style="vllm", fsdp="dp"))
+    with pytest.raises(LayoutError, match=r"fsdp='fsdp' is not an axis of mesh \(dp=2\)"):
+        Layout.from_parallel(model, Mesh({"dp": 2}), rules=Rules(fsdp="fsdp"))
 
 
 def test_indivisible_sizes_name_tensor_dim_size_and_axis():
@@ -220,15 +227,33 @@ def test_bundled_specs_have_the_published_number_of_parameters(name):
     assert ModelSpec.load(name).num_parameters == PARAMETERS[name]
 
 
+@pytest.mark.parametrize(("name", "millions"), [("1b", 698), ("4b", 3209), ("12b", 10759), ("27b", 25600)])
+def test_gemma_has_the_reports_number_of_parameters_besides_the_embedding(name, millions):
+    """Gemma 3 report (arXiv:2503.19786), table 1."""
+    model = ModelSpec.load(f"gemma3-{name}")
+    rest = sum(tensor.spec.numel for tensor in model.tensors if "embed_tokens" not in tensor.spec.name)
+    assert round(rest / 1e6) == millions
+    assert dict(model.ties) == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_a_config_may_nest_its_text_model_and_leave_out_defaults():
+    fields = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "model_type": "gemma3_text"}
+    nested = ModelSpec.from_config({"model_type": "gemma3", "text_config": fields, "torch_dtype": "bfloat16"})
+    assert nested.tensors == ModelSpec.load("gemma3-4b").tensors
+
+
 def test_every_bundled_spec_says_where_its_numbers_are_from():
-    assert len(bundled_names()) >= 20
+    assert len(bundled_names()) >= 32
     for name in bundled_names():
         if not name.startswith(("kimi", "qwen3-2", "qwen3-30", "deep")):
             assert "Hugging Face" in ModelSpec.load(name).origin
 
 
 def test_unknown_models_and_fields_are_named(tmp_path):
-    with pytest.raises(LayoutError, match=r"no model 'gpt-5': give the path of a config\.json, or one of deepseek-v3"):
+    with pytest.raises(
+        LayoutError,
+        match=r"no model 'gpt-5': give the path of a config\.json, or one of deepseek-v2-lite, deepseek-v2, deep",
+    ):
         ModelSpec.load("gpt-5")
     with pytest.raises(LayoutError, match="model_type 'mamba' is not among"):
         ModelSpec.from_config({"model_type": "mamba"})
