@@ -143,7 +143,8 @@ class Resharder:
         self._started = time.perf_counter()
         self._state = State.TRANSITION
         try:
-            self._bound.start(stream=stream)
+            self._bound.begin(stream=stream)
+            self._bound.push(0, stream=stream)
         except ReshardError:
             self._state = State.STALE
             raise

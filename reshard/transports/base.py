@@ -1,16 +1,21 @@
 """The contract that every transport keeps, and the checks on tensors that all of them share.
 
 A transport is bound once (`Transport.bind`): addresses are resolved, tables built and uploaded. After that
-`BoundTransfer.start` and `BoundTransfer.wait` run a transition with no Python per tensor.
+its methods run a transition with no Python per tensor.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from reshard.errors import LayoutError, StateError
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import LayoutError, PlanError, StateError
+from reshard.parts import Parts
 from reshard.plan import Address, Copy, Plan
 from reshard.region import Region
 
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
+Words: TypeAlias = "npt.NDArray[np.uint64]"
 RAW_MEMORY = "uint8"
 """A uint8 tensor stands for raw memory: a Layout may place elements of any dtype in it."""
 
@@ -68,23 +74,54 @@ class Endpoint:
         )
 
 
-class BoundTransfer(Protocol):
-    """A Plan bound to live tensors: what runs each step."""
+class BoundTransfer(ABC):
+    """A Plan bound to live tensors: what runs each step.
 
-    @property
-    def num_launches(self) -> int:
-        """Kernel launches (on the host: calls into the copy library) that one transition takes on this rank."""
+    A transition is `begin`, a `push` for each part, `wait`. Methods with a body here suit a transport that moves all
+    parts together in `wait` and shares no memory between ranks.
+    """
 
-    @property
-    def staging_bytes(self) -> int:
-        """Memory that the transfer itself holds on this rank, beside the tensors of both sides."""
+    num_launches: int
+    """Kernel launches (on the host: calls into the copy library) that one transition takes on this rank."""
+    staging_bytes: int
+    """Memory that the transfer itself holds on this rank, beside the tensors of both sides."""
+    in_place: frozenset[int] = frozenset()
+    """Positions in `rank_copies` of copies that were found at bind to have both ends in the same memory."""
 
-    def start(self, *, stream: int | None) -> None:
-        """Begin one transition; on a device it is queued on `stream` (a raw handle) and does not block."""
+    @abstractmethod
+    def begin(self, *, stream: int | None) -> None:
+        """Start a transition: from here on the destination may be written. `stream` is a raw handle."""
 
+    def push(self, part: int, *, stream: int | None) -> None:  # noqa: B027
+        """The part's source tensors are final, on a device once what is queued on `stream` is done. Never blocks."""
+
+    def wait_part(self, part: int, *, deadline_s: float) -> None:
+        """Block until the part is complete on this rank. StateError where all parts travel together."""
+        raise StateError("this transport moves all parts together: call wait()")
+
+    @abstractmethod
     def wait(self, *, deadline_s: float) -> None:
         """Block until every byte that this rank needs has arrived; PeerTimeout after `deadline_s` seconds."""
 
+    def queue(self, *, stream: int | None) -> None:
+        """Queue a whole transition on a stream that is being captured, and nothing else."""
+        raise StateError("this transport has to wait on the host, so it can't be part of a captured CUDA graph")
+
+    def abandon(self) -> None:  # noqa: B027
+        """This rank can't take part in the coming transition: count it as failed here, and tell the peers."""
+
+    def release(self, *, deadline_s: float) -> None:  # noqa: B027
+        """Generation is over on this rank. Where ranks share memory, block until it is over on those that read this
+        rank's weights in place; PeerTimeout names one that goes on.
+        """
+
+    def exchange(self, words: Mapping[int, Words], *, deadline_s: float) -> dict[int, Words]:
+        """Swap 64-bit words with other ranks, each by its number; a pair swaps arrays of one length."""
+        if words:
+            raise StateError(f"this transport reaches no other rank, asked to exchange with ranks {sorted(words)}")
+        return {}
+
+    @abstractmethod
     def close(self) -> None:
         """Release tables, mappings and groups. Closing twice is allowed."""
 
@@ -96,8 +133,27 @@ class Transport(Protocol):
     def name(self) -> str:
         """The transport's name in errors and stats."""
 
-    def bind(self, plan: Plan, *, rank: int, source: Endpoint, destination: Endpoint) -> BoundTransfer:
-        """Resolve addresses and build tables once. The Endpoints hold checked tensors of this rank."""
+    def bind(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        source: Endpoint,
+        destination: Endpoint,
+        parts: Parts | None = None,
+        graph: bool | None = None,
+    ) -> BoundTransfer:
+        """Resolve addresses and build tables once.
+
+        Args:
+            plan: what to move.
+            rank: this process's rank in it.
+            source, destination: checked tensors of this rank.
+            parts: tensors that are pushed and waited for together; all of them where left out. PlanError from a
+                transport that can't.
+            graph: True: launch by CUDA graphs, PlanError where that can't be; None: where it saves launches; False:
+                never.
+        """
 
 
 def endpoints(plan: Plan, rank: int, source: Tensors, destination: Tensors) -> tuple[Endpoint, Endpoint]:
@@ -124,6 +180,17 @@ def rank_copies(plan: Plan, rank: int) -> Sequence[Copy]:
 def source_address(copy: Copy, source: Endpoint, destination: Endpoint) -> int:
     """Absolute address that `copy` reads on its source rank: later hops pass on what the destination holds already."""
     return (source if copy.hop == 0 else destination).base(copy.src)
+
+
+def refuse_parts_and_graph(name: str, parts: Parts | None, graph: bool | None) -> None:
+    """PlanError for the options of `Transport.bind` that a transport which moves all parts together can't serve."""
+    if parts is not None and parts.num > 1:
+        raise PlanError(
+            f"the {name} transport moves all tensors of a transition together: leave parts out, or use the local or "
+            "peer transport"
+        )
+    if graph:
+        raise PlanError(f"the {name} transport waits on the host between rounds, so graph=True can't be: leave it out")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,17 +11,26 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from reshard.errors import PeerTimeout, PlanError, StateError, TransportError
+from reshard.parts import Parts
 from reshard.plan import Copy, Plan
 from reshard.schedule import ALIGNMENT_BYTES, Message, pack_pair
 from reshard.table import CopyEntry, make_table
-from reshard.transports.base import BoundTransfer, Endpoint, rank_copies, source_address
+from reshard.transports.base import (
+    BoundTransfer,
+    Endpoint,
+    Words,
+    rank_copies,
+    refuse_parts_and_graph,
+    source_address,
+)
 from reshard.transports.local import copy_entry, local_tables
 from reshard.transports.runner import TableRunner, common_device
 
@@ -46,13 +55,24 @@ class CollectiveTransport:
         self._staging_bytes = staging_bytes
         self._num_threads = num_threads
 
-    def bind(self, plan: Plan, *, rank: int, source: Endpoint, destination: Endpoint) -> BoundTransfer:
+    def bind(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        source: Endpoint,
+        destination: Endpoint,
+        parts: Parts | None = None,
+        graph: bool | None = None,
+    ) -> BoundTransfer:
         """Agree on the Plan with the group, allocate staging, build tables. Collective: every rank of the group
         calls it.
 
         Raises:
-            PlanError: `rank` is not this process's rank in the group, or ranks hold different Plans (named).
+            PlanError: `rank` is not this process's rank in the group, ranks hold different Plans (named), or there
+            are several parts, or a graph is asked for: rounds carry all tensors together and wait on the host.
         """
+        refuse_parts_and_graph(self.name, parts, graph)
         own = dist.get_rank(self._group)
         if rank != own:
             raise PlanError(f"rank {rank} of the Plan is bound in the process that is rank {own} of its group")
@@ -166,7 +186,7 @@ class _Step:
     rounds: list[_Round]
 
 
-class _CollectiveTransfer:
+class _CollectiveTransfer(BoundTransfer):
     """Rounds with two sets of buffers: round ``i`` is packed while round ``i - 1`` travels."""
 
     def __init__(
@@ -180,7 +200,7 @@ class _CollectiveTransfer:
         self.num_launches = sum(r.num_launches for r in runners)
         self.staging_bytes = sum(b.num_bytes for b in buffers) + sum(r.device_bytes for r in runners)
 
-    def start(self, *, stream: int | None) -> None:
+    def begin(self, *, stream: int | None) -> None:
         """Remember the stream; the exchange itself is in `wait`, where there is a deadline."""
         if self._steps is None:
             raise StateError("this transfer is closed")
@@ -197,6 +217,25 @@ class _CollectiveTransfer:
                 self._finish(deadline, deadline_s)
         else:
             self._run(self._steps, deadline)
+
+    def exchange(self, words: Mapping[int, Words], *, deadline_s: float) -> dict[int, Words]:
+        """Swap words over the group; see `BoundTransfer.exchange`."""
+        sends = {peer: torch.from_numpy(w.view(np.int64)).to(self._device) for peer, w in words.items()}
+        receives = {peer: torch.empty_like(t) for peer, t in sends.items()}
+        operations = [
+            dist.P2POp(op, tensor, group=self._group, group_peer=peer)
+            for op, side in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in side.items()
+        ]
+        try:
+            for work in dist.batch_isend_irecv(operations) if operations else []:
+                work.wait(datetime.timedelta(seconds=deadline_s))
+        except RuntimeError as error:
+            name = self._group.group_name
+            raise TransportError(
+                f"rank {self._rank} of group {name!r}: swapping words with ranks {sorted(words)} failed: {error}"
+            ) from error
+        return {peer: t.cpu().numpy().view(np.uint64) for peer, t in receives.items()}
 
     def _run(self, steps: list[_Step], deadline: float) -> None:
         for hop, step in enumerate(steps):

@@ -1,7 +1,7 @@
 """The ``local`` transport: both sides live in this process, on one device.
 
-Bytes that are in place already (aliases) are not touched. Everything else is one table of strided copies, cast at
-the copy.
+Bytes that are in place already (aliases) are not touched. Everything else is a table of strided copies for each part
+and hop, cast at the copy.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import PlanError
+from reshard.parts import Parts
 from reshard.plan import Copy, Plan
 from reshard.schedule import wire_dtype
 from reshard.table import CopyEntry, make_table
 from reshard.transports.base import BoundTransfer, Endpoint, rank_copies, source_address
-from reshard.transports.runner import TableRunner, common_device
+from reshard.transports.runner import Launches, common_device
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 
 class LocalTransport:
@@ -32,11 +34,20 @@ class LocalTransport:
     def __init__(self, *, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
 
-    def bind(self, plan: Plan, *, rank: int, source: Endpoint, destination: Endpoint) -> BoundTransfer:
-        """Build the copy table of `rank`.
+    def bind(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        source: Endpoint,
+        destination: Endpoint,
+        parts: Parts | None = None,
+        graph: bool | None = None,
+    ) -> BoundTransfer:
+        """Build the copy tables of `rank`.
 
         Raises:
-            PlanError: a copy crosses ranks, or the two sides live on different devices.
+            PlanError: a copy crosses ranks, the two sides live on different devices, or `graph` on the host.
         """
         copies = rank_copies(plan, rank)
         crossing = [c for c in copies if not c.is_local]
@@ -48,8 +59,19 @@ class LocalTransport:
                 f"rank {c.src_rank} to rank {c.dst_rank}; pass transport= one that crosses processes"
             )
         device = common_device(source, destination)
-        tables = local_tables(copies, source, destination)
-        return _LocalTransfer([TableRunner(table, device, num_threads=self._num_threads) for table in tables])
+        by_part: list[list[Copy]] = [[] for _ in range(parts.num if parts is not None else 1)]
+        number = parts.numbers() if parts is not None else {}
+        in_place: list[int] = []
+        for position, copy in enumerate(copies):
+            if is_in_place(copy, source, destination):
+                in_place.append(position)
+            else:
+                by_part[number.get(copy.region.name, 0)].append(copy)
+        launches = [
+            Launches(local_tables(part, source, destination), device, num_threads=self._num_threads, graph=graph)
+            for part in by_part
+        ]
+        return _LocalTransfer(device, launches, frozenset(in_place))
 
 
 def local_tables(copies: Sequence[Copy], source: Endpoint, destination: Endpoint) -> list[np.ndarray]:
@@ -107,22 +129,32 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-class _LocalTransfer:
-    """A table a hop; on the host the copies happen in `start`, on a device `start` queues them."""
+class _LocalTransfer(BoundTransfer):
+    """Launches for each part; on the host the copies happen in `push`, on a device `push` queues them."""
 
-    def __init__(self, runners: list[TableRunner]) -> None:
-        self._runners = runners
-        self.num_launches = sum(runner.num_launches for runner in runners)
-        self.staging_bytes = sum(runner.device_bytes for runner in runners)
+    def __init__(self, device: torch.device | None, parts: list[Launches], in_place: frozenset[int]) -> None:
+        self._device, self._parts = device, parts
+        self.in_place = in_place
+        self.num_launches = sum(part.num_launches for part in parts)
+        self.staging_bytes = sum(part.device_bytes for part in parts)
 
-    def start(self, *, stream: int | None) -> None:
-        for runner in self._runners:
-            runner.launch(stream)
+    def begin(self, *, stream: int | None) -> None:
+        """Nothing to open: the destination is this process's own."""
+
+    def push(self, part: int, *, stream: int | None) -> None:
+        self._parts[part].launch(stream)
+
+    def wait_part(self, part: int, *, deadline_s: float) -> None:
+        self._parts[part].synchronize(deadline_s, what=f"local copies of part {part}")
 
     def wait(self, *, deadline_s: float) -> None:
-        for runner in self._runners:
-            runner.synchronize(deadline_s, what="local copies")
+        for part in range(len(self._parts)):
+            self.wait_part(part, deadline_s=deadline_s)
+
+    def queue(self, *, stream: int | None) -> None:
+        for part in self._parts:
+            part.queue(stream)
 
     def close(self) -> None:
-        for runner in self._runners:
-            runner.close()
+        for part in self._parts:
+            part.close()

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from reshard import _C
 from reshard.arena import Arena, ArenaRegion, Channel
 from reshard.errors import PeerTimeout, PlanError, StateError, TransportError
+from reshard.parts import Parts
 from reshard.plan import Copy, Plan
 from reshard.table import CopyEntry, CopyTable, make_table
-from reshard.transports.base import BoundTransfer, Endpoint, rank_copies, source_address
+from reshard.transports.base import BoundTransfer, Endpoint, rank_copies, refuse_parts_and_graph, source_address
 from reshard.transports.local import copy_entry, is_in_place
 from reshard.transports.peer_link import IncomingLink, Meeting, Offer, OutgoingLink
 from reshard.transports.runner import TableRunner, common_device, drain_stream
@@ -57,7 +58,16 @@ class PeerTransport:
         self._num_threads, self._timeout_s = num_threads, timeout_s
         self._num_binds = 0
 
-    def bind(self, plan: Plan, *, rank: int, source: Endpoint, destination: Endpoint) -> BoundTransfer:
+    def bind(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        source: Endpoint,
+        destination: Endpoint,
+        parts: Parts | None = None,
+        graph: bool | None = None,
+    ) -> BoundTransfer:
         """Meet the peers, map their memory and build one table a hop.
 
         Every rank of the Plan calls it at about the same time, and as often as the others.
@@ -66,6 +76,7 @@ class PeerTransport:
             PlanError: destination memory that others write lies outside the arena, or a peer has another Plan.
             PeerTimeout, TransportError: a peer did not come in time or is gone.
         """
+        refuse_parts_and_graph(self.name, parts, graph)
         copies = rank_copies(plan, rank)
         senders = sorted({c.src_rank for c in copies if c.dst_rank == rank and not c.is_local})
         receivers = sorted({c.dst_rank for c in copies if c.src_rank == rank and not c.is_local})
@@ -154,7 +165,7 @@ def _done_counter(page: int, sender: int) -> int:
     return page + (1 + sender) * COUNTER_BYTES
 
 
-class _PeerTransfer:
+class _PeerTransfer(BoundTransfer):
     """Counters, links and one table a hop."""
 
     staging_bytes = 0
@@ -181,8 +192,8 @@ class _PeerTransfer:
         self.num_launches = sum(runner.num_launches for runner in runners.values())
         self.staging_bytes = sum(runner.device_bytes for runner in runners.values())
 
-    def start(self, *, stream: int | None) -> None:
-        """Open this rank's destination; push the first hop at once where every receiver is ready already.
+    def begin(self, *, stream: int | None) -> None:
+        """Open this rank's destination.
 
         On a GPU it first waits for what is queued on the stream: the destination may still be read there.
         """
@@ -193,6 +204,10 @@ class _PeerTransfer:
         self._epoch += 1
         self._stream, self._pushed_hop = stream, -1
         _C.counter_store(self._counters.ready, self._epoch)
+
+    def push(self, part: int, *, stream: int | None) -> None:
+        """Push the first hop at once where every receiver is ready already."""
+        self._stream = stream
         if self._hops and self._hops[0] == 0 and self._awaited_ready(0.0) is None:
             self._push(0)
 

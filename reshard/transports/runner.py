@@ -1,86 +1,177 @@
-"""Running a copy table on the device where the tensors are: at once on the host, queued on a stream on a GPU."""
+"""Running copy tables on the device where the tensors are: at once on the host, queued on a stream on a GPU."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from reshard import _C
-from reshard.errors import PeerTimeout, PlanError, StateError
+from reshard.errors import DeviceError, PeerTimeout, PlanError, StateError
 from reshard.transports.base import Endpoint
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-POLL_S = 0.0002
+SPIN_S = 0.0002
+"""How long a wait for the device polls without a pause."""
+PAUSE_OF_WAITED = 0.05
+"""After that each pause is this part of what has been waited so far: the end is noticed that much late, at most."""
+MAX_PAUSE_S = 0.001
 
 
-class TableRunner:
-    """A copy table, bound to a device once and run many times.
+class Launches:
+    """Copy tables that run one after the other, bound to a device once and launched many times.
 
     Args:
-        table: records of `reshard.table.COPY_RECORD`; the addresses in it must stay valid.
+        tables: records of `reshard.table.COPY_RECORD`; the addresses in them must stay valid. None may be left.
         device: where both ends live; None and a CPU device run on host threads.
         num_threads: host threads; all cores of this process where left out.
+        graph: True: capture the launches into a CUDA graph and replay it; None: where there are several; False: never.
+
+    Raises:
+        PlanError: a graph is asked for on the host.
+        DeviceError: the device refused a table or the capture.
     """
 
-    def __init__(self, table: np.ndarray, device: torch.device | None, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        tables: Sequence[np.ndarray],
+        device: torch.device | None,
+        *,
+        num_threads: int | None = None,
+        graph: bool | None = False,
+    ) -> None:
         self._num_threads = num_threads if num_threads is not None else len(os.sched_getaffinity(0))
-        self._host_table: np.ndarray | None = None
-        self._device_table: _C.DeviceTable | None = None
-        self.num_launches, self.device_bytes = (1 if len(table) else 0), 0
+        self._on_host = device is None or device.type == "cpu"
+        tables = [table for table in tables if len(table)]
+        self._host_tables, self._device_tables = (tables, []) if self._on_host else ([], tables)
+        self._bound: list[_C.DeviceTable] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._closed = False
-        if not len(table):
-            return
-        if device is None or device.type == "cpu":
-            self._host_table = table
-            return
-        import torch
+        self.num_launches, self.device_bytes = len(tables), 0
+        if self._on_host and graph:
+            raise PlanError("graph=True needs tensors on a GPU: on the host a transition has no launches to save")
+        if device is not None and not self._on_host:
+            import torch
 
-        self._torch, self._device = torch, device
-        with torch.cuda.device(device):
-            self._device_table = _C.DeviceTable(table)
-            self._done = torch.cuda.Event()
-        self.num_launches, self.device_bytes = self._device_table.num_launches, self._device_table.device_bytes
+            self._torch, self._device = torch, device
+            with torch.cuda.device(device):
+                self._bind(graph)
+
+    def _bind(self, graph: bool | None) -> None:
+        self._done = self._torch.cuda.Event()
+        try:
+            self._bound = [_C.DeviceTable(table) for table in self._device_tables]
+            self.num_launches = sum(table.num_launches for table in self._bound)
+            self.device_bytes = sum(table.device_bytes for table in self._bound)
+            if self.num_launches and (graph or (graph is None and self.num_launches > 1)):
+                self._capture()
+        except RuntimeError as error:
+            raise DeviceError(f"binding copies to {self._device} failed: {error}") from error
+
+    def _capture(self) -> None:
+        torch = self._torch
+        captured, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            captured.capture_begin(capture_error_mode="thread_local")
+            for table in self._bound:
+                table.launch(side.cuda_stream)
+            captured.capture_end()
+        self._graph, self.num_launches = captured, 1
 
     def launch(self, stream: int | None = None) -> None:
-        """Run the table: done on return on the host, queued on `stream` (the current one where None) on a device."""
-        if self._closed:
-            raise StateError("this transfer is closed")
-        if self._host_table is not None:
-            _C.copy_host(self._host_table, self._num_threads)
-        elif self._device_table is not None:
-            torch = self._torch
-            with torch.cuda.device(self._device):
-                queue = torch.cuda.ExternalStream(stream) if stream is not None else torch.cuda.current_stream()
-                self._device_table.launch(queue.cuda_stream)
-                self._done.record(queue)
+        """Run the tables: done on return on the host, queued on `stream` (the current one where None) on a device."""
+        self._check_open()
+        if self._on_host:
+            for table in self._host_tables:
+                _C.copy_host(table, self._num_threads)
+            return
+        torch = self._torch
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(_queue(self._device, stream)):
+                if self._graph is not None:
+                    self._graph.replay()
+                else:
+                    self._queue_tables()
+                self._done.record()
+        except RuntimeError as error:
+            raise DeviceError(f"launching copies on {self._device} failed: {error}") from error
+
+    def queue(self, stream: int | None = None) -> None:
+        """Queue the launches themselves on a stream that is being captured; there is nothing to wait for then."""
+        self._check_open()
+        if self._on_host:
+            raise StateError("copies on the host happen at once and can't be captured")
+        with self._torch.cuda.device(self._device), self._torch.cuda.stream(_queue(self._device, stream)):
+            self._queue_tables()
+
+    def _queue_tables(self) -> None:
+        handle = self._torch.cuda.current_stream().cuda_stream
+        for table in self._bound:
+            table.launch(handle)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the last `launch`; return whether it is done."""
+        return self._on_host or poll(self._done, seconds)
 
     def synchronize(self, deadline_s: float, *, what: str) -> None:
         """Block until the last `launch` is done; PeerTimeout naming `what` after `deadline_s` seconds."""
-        if self._device_table is None:
-            return
-        deadline = time.monotonic() + deadline_s
-        while not self._done.query():
-            if time.monotonic() > deadline:
-                raise PeerTimeout(f"{what} on {self._device} did not finish within {deadline_s} s")
-            time.sleep(POLL_S)
+        if not self.wait(deadline_s):
+            raise PeerTimeout(f"{what} on {self._device} did not finish within {deadline_s} s")
 
     def close(self) -> None:
-        """Release the device's copy of the table."""
-        self._closed, self._host_table, self._device_table = True, None, None
+        """Release the device's copy of the tables."""
+        self._closed, self._graph = True, None
+        self._host_tables, self._device_tables, self._bound = [], [], []
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this transfer is closed")
+
+
+class TableRunner(Launches):
+    """One copy table; see `Launches`."""
+
+    def __init__(self, table: np.ndarray, device: torch.device | None, *, num_threads: int | None = None) -> None:
+        super().__init__([table], device, num_threads=num_threads)
+
+
+def poll(event: torch.cuda.Event, seconds: float) -> bool:
+    """Wait up to `seconds` for a recorded event, without a call that could outlast them; return whether it came.
+
+    Raises:
+        DeviceError: the device reports an error.
+    """
+    begin = time.perf_counter()
+    try:
+        while not event.query():
+            waited = time.perf_counter() - begin
+            if waited >= seconds:
+                return False
+            if waited > SPIN_S:
+                time.sleep(min(waited * PAUSE_OF_WAITED, MAX_PAUSE_S))
+    except RuntimeError as error:
+        raise DeviceError(f"the device failed while copies were awaited: {error}") from error
+    return True
+
+
+def is_capturing(device: torch.device | None, stream: int | None) -> bool:
+    """Whether `stream` (the current one where None) of a GPU is being captured into a CUDA graph."""
+    if device is None or device.type == "cpu":
+        return False
+    import torch
+
+    with torch.cuda.device(device), torch.cuda.stream(_queue(device, stream)):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def drain_stream(device: torch.device | None, stream: int | None) -> None:
     """Block until what was queued on `stream` (the current one where None) of a GPU is done; nothing on the host."""
-    if device is None or device.type == "cpu":
-        return
-    import torch
-
-    queue = torch.cuda.ExternalStream(stream, device) if stream is not None else torch.cuda.current_stream(device)
-    queue.synchronize()
+    if device is not None and device.type != "cpu":
+        _queue(device, stream).synchronize()
 
 
 def common_device(source: Endpoint, destination: Endpoint) -> torch.device | None:
@@ -89,3 +180,9 @@ def common_device(source: Endpoint, destination: Endpoint) -> torch.device | Non
     if len(devices) > 1:
         raise PlanError(f"a transition runs on one device a rank, its tensors are on {sorted(map(str, devices))}")
     return devices.pop() if devices else None
+
+
+def _queue(device: torch.device, stream: int | None) -> torch.cuda.Stream:
+    import torch
+
+    return torch.cuda.ExternalStream(stream, device) if stream is not None else torch.cuda.current_stream(device)

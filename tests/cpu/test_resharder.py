@@ -6,7 +6,7 @@ import torch
 import reshard
 from reshard.errors import LayoutError, PlanError, StateError, TransportError, VerifyError
 from reshard.resharder import Resharder, State
-from reshard.transports.base import Endpoint
+from reshard.transports.base import BoundTransfer, Endpoint
 
 
 def labelled(shape, start=0, dtype=torch.float32):
@@ -143,16 +143,23 @@ class FailingTransport:
     name = "failing"
 
     def __init__(self, inner, fail_on):
-        self.inner, self.fail_on, self.count = inner, fail_on, 0
+        self.inner, self.fail_on = inner, fail_on
+
+    def bind(self, plan, **options):
+        return FailingTransfer(self.inner.bind(plan, **options), self.fail_on)
+
+
+class FailingTransfer(BoundTransfer):
+    def __init__(self, bound, fail_on):
+        self.bound, self.fail_on, self.count = bound, fail_on, 0
         self.num_launches, self.staging_bytes = 1, 0
 
-    def bind(self, plan, *, rank, source, destination):
-        self.bound = self.inner.bind(plan, rank=rank, source=source, destination=destination)
-        return self
-
-    def start(self, *, stream):
+    def begin(self, *, stream):
         self.count += 1
-        self.bound.start(stream=stream)
+        self.bound.begin(stream=stream)
+
+    def push(self, part, *, stream):
+        self.bound.push(part, stream=stream)
 
     def wait(self, *, deadline_s):
         if self.count in self.fail_on:
