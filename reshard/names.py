@@ -1,11 +1,20 @@
 """Names of training parameters, brought back to the checkpoint's own."""
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from reshard.errors import LayoutError
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+
+
+_DISPENSABLE = ("lm_head.weight", "*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
+
+
+def is_dispensable(name: str) -> bool:
+    """Whether an engine may leave a tensor of this name aside: a head tied to the embedding, a constant table."""
+    return any(fnmatchcase(name, pattern) for pattern in _DISPENSABLE)
 
 
 def canonical_name(name: str) -> str:

@@ -1,1 +1,24 @@
-"""vLLM: learn its layouts from its own model classes, with no weights and, if need be, with no engine."""
+"""vLLM: layouts learnt from its own model classes, weights pushed into its live parameters, memory handed over."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.vllm.clients import EngineClient as EngineClient
+    from reshard.vllm.clients import HTTPClient as HTTPClient
+    from reshard.vllm.clients import LLMClient as LLMClient
+    from reshard.vllm.weight_sync import WeightSync as WeightSync
+
+_MODULE_OF = {
+    "EngineClient": "clients",
+    "HTTPClient": "clients",
+    "LLMClient": "clients",
+    "WeightSync": "weight_sync",
+}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'reshard.vllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"reshard.vllm.{_MODULE_OF[name]}"), name)

@@ -23,9 +23,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from reshard.errors import LayoutError
 from reshard.layout import Address, Holding, Layout, TensorSpec
+from reshard.names import is_dispensable
 from reshard.region import Region
 from reshard.strided_view import dense_strides
 from reshard.torch_layout import dtype_of
+from reshard.vllm.checkpoint import checkpoint_specs
 from reshard.vllm.layout import EngineLayout, learn_layout
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class LiveModel:
             LayoutError: vLLM's loader refuses the checkpoint's tensors, or parameters stay that none of them fills.
         """
         specs = {spec.name: spec for spec in checkpoint}
+        check_same_model(specs, self._model_config)
         try:
             learnt = learn_layout(self._config, specs.values(), rank=rank, live=self._model)
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
@@ -161,6 +164,37 @@ class LiveModel:
 def _whole(spec: TensorSpec, tensor: torch.Tensor, rank: int) -> Holding:
     address = Address(STAGED + spec.name, 0, dense_strides(spec.shape), dtype_of(tensor.dtype))
     return Holding(rank, Region(spec.name, (0,) * len(spec.shape), spec.shape), address)
+
+
+def check_same_model(given: Mapping[str, TensorSpec], model_config: ModelConfig) -> None:
+    """Compare a trainer's tensors with those of the checkpoint that the engine's config describes.
+
+    Raises:
+        LayoutError: names that are missing or too many, or shapes that differ, all in one message.
+    """
+    try:
+        expected = checkpoint_specs(model_config.hf_config.to_dict(), dtype=model_config.dtype)
+    except LayoutError:
+        logger.info("no list of tensors for %s: only its loader checks the trainer's", model_config.architecture)
+        return
+    shapes = {spec.name: spec.shape for spec in expected}
+    lacking = [name for name in shapes if name not in given]
+    added = [name for name in given if name not in shapes and not is_dispensable(name)]
+    differing = [
+        f"{name} is {list(spec.shape)}, the engine's {list(shapes[name])}"
+        for name, spec in given.items()
+        if name in shapes and spec.shape != shapes[name]
+    ]
+    told = [
+        f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+        for what, names in (("missing", lacking), ("unknown", added), ("of another shape", differing))
+        if names
+    ]
+    if told:
+        raise LayoutError(
+            f"the trainer's tensors do not fit the engine's {model_config.architecture}: {'; '.join(told)}; pass "
+            "the parameters of the same architecture and vocabulary, by their checkpoint names"
+        )
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from reshard.arena import Arena
 from reshard.errors import PlanError
 from reshard.layout import Layout, TensorSpec
 from reshard.layout_merge import layout_from_bytes, layout_to_bytes, merge_layouts
+from reshard.names import is_dispensable
 from reshard.plan import Plan
 from reshard.planner import make_plan
 from reshard.resharder import Resharder
@@ -105,8 +106,7 @@ def plan_between(source: Layout, destination: Layout, *, ignore: Collection[str]
         PlanError: the trainer has tensors that the engine does not take and that ``ignore`` does not name.
     """
     unread = [name for name in source.specs if destination.resolve(name) is None]
-    tied = set(source.ties)
-    added = [name for name in unread if name not in tied and not any(fnmatchcase(name, p) for p in ignore)]
+    added = [name for name in unread if not (is_dispensable(name) or any(fnmatchcase(name, p) for p in ignore))]
     if added:
         raise PlanError(
             f"the trainer's model has {len(added)} tensors that the engine's loader does not take: "

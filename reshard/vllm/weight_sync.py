@@ -193,7 +193,7 @@ class WeightSync:
                 self._exchange.put(key, str(error).encode())
                 raise
             self._exchange.put(key, b"")
-            call = _Call(self._exchange)
+            call = _Call()
             call.begin(lambda: self._client.update_weights(update))
             try:
                 self._resharder.run(version=version, deadline_s=deadline_s)
@@ -224,13 +224,13 @@ def trainer_tensors(weights: Weights) -> dict[str, torch.Tensor]:
 class _Call:
     """A blocking call on the engine's control plane, beside this rank's own part of the work."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange | None = None) -> None:
         self._exchange = exchange
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reshard-engine-call")
         self._answer: Future[None] | None = None
 
     def begin(self, call: Callable[[], None]) -> None:
-        """Start ``call``; if it fails, the session's other processes are told."""
+        """Start ``call``; if it fails, the processes that wait at the exchange are told."""
         self._answer = self._thread.submit(call)
         self._answer.add_done_callback(self._tell)
 
@@ -243,7 +243,7 @@ class _Call:
 
     def _tell(self, answer: Future[None]) -> None:
         error = answer.exception()
-        if error is not None:
+        if error is not None and self._exchange is not None:
             self._exchange.fail("the engine", error)
 
 
