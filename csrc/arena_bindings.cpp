@@ -158,6 +158,7 @@ void bind_arena(py::module_& module) {
     bind_records(module);
     bind_cores(module);
     module.def("claim_torch_slot", &claim_torch_slot, py::arg("arena"), py::arg("group"), NoGil());
+    module.def("retire_torch_slot", &retire_torch_slot, py::arg("slot"), NoGil());
     module.def("torch_slot_info", &torch_slot_info, py::arg("slot"), NoGil());
     module.attr("NUM_TORCH_SLOTS") = kNumTorchSlots;
 }

@@ -21,8 +21,11 @@ struct TorchSlotInfo {
     std::string last_error;  // why the last call that failed did; empty if none did
 };
 
-// Takes a slot for good: PyTorch may free a segment at any later time. Throws Failure when all are taken.
+// Takes a slot. Throws Failure when all are taken.
 int claim_torch_slot(std::shared_ptr<ArenaCore> arena, const std::string& group);
+// Says that no pool allocates by the slot any more. PyTorch may free segments at any later time: from now on the arena
+// gives free memory to the device after each, and the slot can be claimed again after the last.
+void retire_torch_slot(int slot);
 TorchSlotInfo torch_slot_info(int slot);
 
 }  // namespace reshard

@@ -312,7 +312,12 @@ NUM_TORCH_SLOTS: int
 """How many pairs of symbols ``reshard_arena_alloc_<slot>``, ``reshard_arena_free_<slot>`` this module exports."""
 
 def claim_torch_slot(arena: ArenaCore, group: str) -> int:
-    """Bind the next free slot to an arena and group for the life of the process; StateError when all are taken."""
+    """Bind the next free slot to an arena and group; StateError when all are taken."""
+
+def retire_torch_slot(slot: int) -> None:
+    """Say that no pool allocates by the slot any more: free memory goes back to the device, now and after each segment
+    that PyTorch still frees; after the last the slot can be claimed again.
+    """
 
 def torch_slot_info(slot: int) -> TorchSlotInfo:
     """Counts of a slot and why its last failing call failed."""

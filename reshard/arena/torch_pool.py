@@ -1,4 +1,4 @@
-"""PyTorch's memory from an arena: a ``torch.cuda.MemPool`` whose segments can be unbacked and backed again.
+"""PyTorch's memory from an arena: ``torch.cuda.MemPool``s whose segments can be unbacked and backed again.
 
 Note "catching every allocation of a training step". ``torch.cuda.use_mem_pool`` routes the allocations of the calling
 thread, and backward runs in threads of autograd's own, so by itself it misses gradients and whatever backward saves or
@@ -29,18 +29,18 @@ from reshard.arena.records import HandoverReport, RegionState
 from reshard.errors import StateError
 
 _PROBE_BYTES: Final = 1
-_ALLOCATORS: Final[list[torch.cuda.memory.CUDAPluggableAllocator]] = []
-"""PyTorch frees a segment through its pool's allocator, possibly long after the pool: allocators live for ever."""
+_ALLOCATORS: Final[dict[int, torch.cuda.memory.CUDAPluggableAllocator]] = {}
+"""By slot. PyTorch frees a segment through its pool's allocator, possibly long after the pool: they live for ever."""
 
 
-class TrainerPool:
-    """A pool of one arena and group: PyTorch's allocations inside ``use`` come from it.
+class ArenaPool:
+    """A pool of one arena and group: allocations of the calling thread inside ``use`` come from it.
 
-    A process can have a few such pools (``reshard._C.NUM_TORCH_SLOTS``), each for its whole life; the arena lives as
-    long.
+    A process can have a few such pools at a time (``reshard._C.NUM_TORCH_SLOTS``); the arena lives as long as any of
+    their segments. Several pools of one arena differ by group, and their regions change hands like any others.
     """
 
-    def __init__(self, arena: Arena, *, group: str = "trainer") -> None:
+    def __init__(self, arena: Arena, *, group: str) -> None:
         """Make the pool and try it with one small allocation; ``Arena.close`` and ``free`` are refused while it has
         segments.
 
@@ -59,16 +59,17 @@ class TrainerPool:
         self.arena = arena
         self.group = group
         self._slot = _C.claim_torch_slot(arena.core, group)
-        names = (f"reshard_arena_alloc_{self._slot}", f"reshard_arena_free_{self._slot}")
-        allocator = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *names)
-        _ALLOCATORS.append(allocator)
+        if self._slot not in _ALLOCATORS:
+            names = (f"reshard_arena_alloc_{self._slot}", f"reshard_arena_free_{self._slot}")
+            _ALLOCATORS[self._slot] = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *names)
         with torch.cuda.device(self._device):
-            self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool(allocator.allocator())
+            self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool(_ALLOCATORS[self._slot].allocator())
         self._check_route()
 
     def _check_route(self) -> None:
         self._touch()
         if _C.torch_slot_info(self._slot).num_allocs == 0:
+            self.close()
             raise StateError(
                 "PyTorch did not take the pool's memory from the arena; remove expandable_segments:True from "
                 "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF (other options may stay)"
@@ -81,7 +82,7 @@ class TrainerPool:
 
     def _open_pool(self) -> torch.cuda.MemPool:
         if self._pool is None:
-            raise StateError(f"pool {self.group!r} is closed; make a new TrainerPool")
+            raise StateError(f"pool {self.group!r} is closed; make a new {type(self).__name__}")
         return self._pool
 
     @property
@@ -100,7 +101,7 @@ class TrainerPool:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Take all memory that the calling thread allocates on the device, backward included, from the arena.
+        """Take the memory that the calling thread allocates on the device from the arena.
 
         Raises:
             StateError: segments have given their memory up; ``resume`` first.
@@ -111,8 +112,7 @@ class TrainerPool:
                 f"{len(missing)} segments of pool {self.group!r} have no memory ({missing[0].name} for one); "
                 "resume() the pool before using it"
             )
-        pool = self._open_pool()
-        with torch.cuda.use_mem_pool(pool, self._device), torch.autograd.set_multithreading_enabled(False):
+        with torch.cuda.use_mem_pool(self._open_pool(), self._device):
             yield
 
     def regions(self) -> tuple[ArenaRegion, ...]:
@@ -129,6 +129,11 @@ class TrainerPool:
         idle = {segment["address"] for segment in segments if segment["active_size"] == 0}
         return tuple(r for r in self.regions() if r.address in idle and r.state is RegionState.BACKED)
 
+    def live_blocks(self) -> tuple[tuple[int, int], ...]:
+        """Address and size in bytes of each block that a tensor uses, in order."""
+        blocks = (block for segment in self._open_pool().snapshot() for block in segment["blocks"])
+        return tuple(sorted((b["address"], b["size"]) for b in blocks if b["state"] != "inactive"))
+
     def suspend(self, to: RegionChoice = ()) -> HandoverReport:
         """Give the memory of idle segments to the regions ``to``; what is live stays, and ``use`` waits for ``resume``.
 
@@ -143,8 +148,32 @@ class TrainerPool:
         return self.arena.handover(from_, self.released_regions())
 
     def close(self) -> None:
-        """Give the pool up: segments without live blocks go back to the arena, others when their last block does."""
-        if self._pool is not None and self.released_regions():
+        """Give the pool up: segments without live blocks go back to the device, others when their last block does and
+        PyTorch next empties its cache.
+        """
+        if self._pool is None:
+            return
+        if self.released_regions():
             self.resume()
         self._pool = None
         torch.cuda.empty_cache()
+        _C.retire_torch_slot(self._slot)
+
+
+class TrainerPool(ArenaPool):
+    """The pool of a training step: all memory that it takes, backward included, comes from the arena."""
+
+    def __init__(self, arena: Arena, *, group: str = "trainer") -> None:
+        """As ``ArenaPool``."""
+        super().__init__(arena, group=group)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Take all memory that the calling thread allocates on the device, backward included, from the arena.
+
+        Raises:
+            StateError: segments have given their memory up; ``resume`` first.
+
+        """
+        with super().use(), torch.autograd.set_multithreading_enabled(False):
+            yield
