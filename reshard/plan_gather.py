@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.copy_table import ITEMSIZES, CopyTable
+from reshard.groups import Communicator
 from reshard.pattern import IntArray
 from reshard.plan import Plan
 
@@ -23,14 +24,26 @@ class Gather:
     ``ranks`` are in the order of their parts. ``rows`` are the rows of the plan's table that it replaces, the
     members' own local copies included. ``part_bytes`` is what each member contributes, in the wire type.
     ``in_place``: every member's destination is one dense run of the parts in that order, in the wire type, so
-    ``all_gather_into_tensor`` can write it.
+    ``all_gather_into_tensor`` can write it. ``same_shape``: so are the parts' shapes, not only their sizes.
     """
 
     name: str
     ranks: tuple[int, ...]
     part_bytes: int
     in_place: bool
+    same_shape: bool
     rows: tuple[int, ...]
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether the parts lie in the order of their ranks, which is the order of a process group's members."""
+        return self.ranks == tuple(sorted(self.ranks))
+
+
+def gather_communicators(plan: Plan) -> tuple[Communicator, ...]:
+    """A group for every set of ranks that gathers among itself: what a `collective` transport can use."""
+    ranks = sorted({tuple(sorted(gather.ranks)) for gather in find_gathers(plan)})
+    return tuple(Communicator(f"gather[{','.join(map(str, members))}]", members) for members in ranks)
 
 
 def find_gathers(plan: Plan) -> tuple[Gather, ...]:
@@ -75,11 +88,13 @@ def _gather(table: CopyTable, members: list[IntArray]) -> Gather | None:
     if not regular:
         return None
     part_bytes = int(numel[0] * ITEMSIZES[table.wire_dtype[rows[0, 0]]])
+    shapes = table.stop[rows[0]] - table.start[rows[0]]
     return Gather(
         name=table.names[table.name_idx[rows[0, 0]]],
         ranks=tuple(sources.tolist()),
         part_bytes=part_bytes,
         in_place=_is_in_place(table, rows, part_bytes),
+        same_shape=bool((shapes == shapes[0]).all()),
         rows=tuple(sorted(rows.reshape(-1).tolist())),
     )
 

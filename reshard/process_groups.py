@@ -288,9 +288,9 @@ def finish(work: dist.Work, device: torch.device, *, deadline: float) -> bool:
     return True
 
 
-def meeting_store(store: StoreOfTorch | None = None) -> Store:
-    """The part of `store`, the default group's where left out, that holds meetings and last steps."""
-    return PrefixStore(STORE_PREFIX, store if store is not None else _get_default_store())
+def meeting_store(store: StoreOfTorch | None = None, prefix: str = "") -> Store:
+    """The part of `store`, the default group's where left out, that holds meetings and last steps under `prefix`."""
+    return PrefixStore(f"{STORE_PREFIX}/{prefix}", store if store is not None else _get_default_store())
 
 
 def _default_device(backend: Backend) -> torch.device:

@@ -32,7 +32,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank sends another in one round."""
+    """What one rank sends another in one round: `num_bytes` from the first slot's start to the last one's end."""
 
     src_rank: int
     dst_rank: int
@@ -41,10 +41,10 @@ class Message:
 
 
 def wire_dtype(copy: Copy) -> DType:
-    """Element type that travels: the smaller of both, the destination's where they are equal, so that the owner
-    casts what shrinks.
+    """Element type that travels: the smaller of the first source's and the destination's, so that the owner casts what
+    shrinks, and what a later hop passes on is no wider than what came.
     """
-    return copy.src.dtype if copy.src.dtype.itemsize < copy.dst.dtype.itemsize else copy.dst.dtype
+    return copy.wire
 
 
 def wire_bytes(copy: Copy) -> int:
@@ -71,7 +71,7 @@ def pack_pair(copies: Sequence[Copy], *, budget_bytes: int) -> tuple[Message, ..
         raise PlanError(f"pack_pair takes the copies of one pair of ranks, got others beside {src_rank} -> {dst_rank}")
     messages: list[Message] = []
     slots: list[Slot] = []
-    filled = 0
+    filled = end = 0
     rest = [c for c in reversed(copies) if not c.region.is_empty]
     while rest:
         copy = rest.pop()
@@ -79,15 +79,16 @@ def pack_pair(copies: Sequence[Copy], *, budget_bytes: int) -> tuple[Message, ..
         if tail is not None:
             rest.append(tail)
         if head is None:
-            messages.append(Message(src_rank, dst_rank, tuple(slots), filled))
+            messages.append(Message(src_rank, dst_rank, tuple(slots), end))
             slots, filled = [], 0
         elif wire_bytes(head) > budget_bytes - filled:
             rest.append(head)
         else:
             slots.append(Slot(head, filled))
-            filled = min(_aligned(filled + wire_bytes(head)), budget_bytes)
+            end = filled + wire_bytes(head)
+            filled = min(_aligned(end), budget_bytes)
     if slots:
-        messages.append(Message(src_rank, dst_rank, tuple(slots), filled))
+        messages.append(Message(src_rank, dst_rank, tuple(slots), end))
     return tuple(messages)
 
 

@@ -6,12 +6,28 @@ destination storages, those between and after the boxes included, with what the 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import plan_cases
 import torch
 
-from reshard import Address, DType, Holding, Layout, Plan, Region, Resharder, TensorSpec, Topology, make_plan
+from reshard import (
+    Address,
+    DType,
+    Holding,
+    Layout,
+    Mesh,
+    ModelSpec,
+    Plan,
+    Region,
+    Resharder,
+    Rules,
+    TensorSpec,
+    Topology,
+    make_groups,
+    make_plan,
+)
+from reshard.spec import ModelTensor
 from reshard.transports.base import Transport
 from reshard.verify import box_view, torch_dtype
 
@@ -46,6 +62,44 @@ def row_layout(rows: int, columns: int, ranks: int, *, first_row: int = 0) -> La
         for i in range(ranks)
     ]
     return Layout.from_holdings([spec], holdings)
+
+
+def gather_pairs() -> list[tuple[str, Pair, dict[str, dict[str, int]]]]:
+    """Transitions that consist of regular gathers, with how many of a rank's travel in which way, by mode.
+
+    Four weights cut by rows with parts of 512 KiB in bf16, four of 64 KiB, and two cut by columns.
+    """
+    tensors = [
+        *(ModelTensor(TensorSpec(f"rows.{i}", (1024, 1024), DType.FLOAT32), "rows", layer=i) for i in range(4)),
+        *(ModelTensor(TensorSpec(f"small.{i}", (256, 512), DType.FLOAT32), "rows", layer=i) for i in range(4)),
+        *(ModelTensor(TensorSpec(f"columns.{i}", (512, 512), DType.FLOAT32), "columns", layer=i) for i in range(2)),
+    ]
+    train = ModelSpec("gathers", "made up", 4, 1, 1, 1, tuple(tensors), {})
+    generate = ModelSpec("gathers", "made up", 4, 1, 1, 1, tuple(_as_bf16(t) for t in tensors), {})
+    found = []
+    tp = Layout.from_parallel(train, Mesh({"tp": WORLD}))
+    for size in (2, 1):
+        groups = make_groups(Mesh({"pp": 1, "dp": 1, "tp": WORLD}), tp=size)
+        away = {"in place": 0, "direct": 0, "staged": 0}
+        staged = 0 if size == 2 else 2
+        expected = {
+            "all_gather": {**away, "in place": 8, "staged": staged},
+            "messages": {**away, "direct": 4, "staged": staged + (0 if size == 2 else 4)},
+            "off": away,
+        }
+        found.append((f"tp4 to tp{size}", Pair(tp, Layout.from_parallel(generate, groups.generate)), expected))
+    fsdp = Layout.from_parallel(train, Mesh({"fsdp": WORLD}), rules=Rules(fsdp="fsdp"))
+    whole = Layout.from_parallel(generate, Mesh({"dp": WORLD}))
+    expected = {
+        "all_gather": {**away, "in place": 10},
+        "messages": {**away, "direct": 4, "staged": 6},
+        "off": away,
+    }
+    return [*found, ("fsdp4 to replicas", Pair(fsdp, whole), expected)]
+
+
+def _as_bf16(tensor: ModelTensor) -> ModelTensor:
+    return replace(tensor, spec=replace(tensor.spec, dtype=DType.BFLOAT16))
 
 
 def full_tensors(layout: Layout, update: int) -> dict[str, torch.Tensor]:
