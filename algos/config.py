@@ -165,7 +165,9 @@ class ValidationSamplingConfig:
 class RolloutConfig:
     """``rollout.*``: generation."""
 
-    name: str = key("torch", "generation engine; this backend has torch", choices=("torch", "hf", "vllm", "sglang"))
+    name: str = key(
+        "torch", "generation engine: torch or, where it is installed, vllm", choices=("torch", "hf", "vllm", "sglang")
+    )
     n: int = key(8, "samples per prompt, the group of GRPO", at_least=1)
     temperature: float = key(1.0, "sampling temperature, used for log-probs too", above=0)
     top_p: float = key(1.0, "nucleus mass", above=0, at_most=1)
@@ -173,7 +175,14 @@ class RolloutConfig:
     dtype: str = key("bfloat16", "type of the generation weights", choices=("bfloat16", "float16", "float32"))
     tensor_model_parallel_size: int = key(1, "tensor-parallel size t_g of generation", at_least=1)
     pipeline_model_parallel_size: int = key(1, "pipeline-parallel size p_g of generation", at_least=1)
-    gpu_memory_utilization: float = key(0.5, "share of GPU memory for an engine that reserves it", above=0, at_most=1)
+    gpu_memory_utilization: float = key(0.5, "share of GPU memory that vllm plans with", above=0, at_most=1)
+    placement: str = key(
+        "colocated", "where vllm runs: in the trainer's process or in its own", choices=("colocated", "separate")
+    )
+    enforce_eager: bool = key(False, "vllm without CUDA graphs")
+    max_model_len: int | None = key(
+        None, "longest prompt and response together that vllm plans for; empty means what data.* allows", at_least=2
+    )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None, "samples per micro-batch of the old log-probs; empty means the actor's", at_least=1
     )

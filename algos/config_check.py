@@ -6,6 +6,7 @@ pass).
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,16 +21,22 @@ NO_EFFECT = {
     "actor.pipeline_model_parallel_size": 1,
     "actor.fsdp_config.param_offload": False,
     "actor.fsdp_config.optimizer_offload": False,
-    "rollout.name": "torch",
-    "rollout.tensor_model_parallel_size": 1,
     "rollout.pipeline_model_parallel_size": 1,
     "rollout.log_prob_micro_batch_size_per_gpu": None,
-    "rollout.gpu_memory_utilization": None,
     "ref.fsdp_config.param_offload": False,
     "trainer.n_gpus_per_node": 1,
     "trainer.nnodes": 1,
 }
 """Keys that this backend accepts without effect, with the value that says nothing new."""
+NO_EFFECT_WITHOUT_VLLM = {
+    "rollout.name": "torch",
+    "rollout.tensor_model_parallel_size": 1,
+    "rollout.gpu_memory_utilization": None,
+    "rollout.placement": None,
+    "rollout.enforce_eager": None,
+    "rollout.max_model_len": None,
+}
+"""Keys that only the vllm engine knows."""
 
 
 def resolve(config: Config) -> Config:
@@ -46,15 +53,24 @@ def resolve(config: Config) -> Config:
 def notices(loaded: Loaded) -> list[str]:
     """Return what the caller should know about keys that were set: no effect here, or a bias that they bring."""
     values = to_flat(loaded.config)
-    idle = [name for name, neutral in NO_EFFECT.items() if name in loaded.given and values[name] != neutral]
+    neutrals = NO_EFFECT if uses_vllm(loaded.config) else NO_EFFECT | NO_EFFECT_WITHOUT_VLLM
+    idle = [name for name, neutral in neutrals.items() if name in loaded.given and values[name] != neutral]
     found = []
     if idle:
         shown = ", ".join(f"{name}={values[name]}" for name in idle)
-        found.append(f"Without effect in this backend (one process, one device, generation by Transformers): {shown}.")
+        engine = "vLLM" if uses_vllm(loaded.config) else "Transformers"
+        found.append(f"Without effect in this backend (one process, one device, generation by {engine}): {shown}.")
+    if loaded.config.rollout.name == "vllm" and not uses_vllm(loaded.config):
+        found.append("rollout.name=vllm: vLLM is not installed here (pip install 'reshard[vllm]'); torch generates.")
     unknown = [name for name in loaded.config.trainer.logger if name not in ("console", "tensorboard")]
     if unknown:
         found.append(f"trainer.logger: {', '.join(unknown)} not available; metrics.jsonl is always written.")
     return found
+
+
+def uses_vllm(config: Config) -> bool:
+    """Whether vLLM generates: asked for, and installed."""
+    return config.rollout.name == "vllm" and importlib.util.find_spec("vllm") is not None
 
 
 def _check_present(config: Config) -> None:

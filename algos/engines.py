@@ -9,10 +9,12 @@ from typing import Any, cast
 import torch
 
 from algos.config import Config
+from algos.config_check import uses_vllm
 from algos.preflight import Prepared
-from algos.weights import WeightPublisher
+from algos.weights import Publisher, SyncPublisher, WeightPublisher
 from hybrid.engines.optim import Schedule
 from hybrid.engines.rollout_torch import TorchRolloutEngine
+from hybrid.engines.rollout_vllm import VllmOptions, VllmRolloutEngine
 from hybrid.engines.train_torch import OptimConfig, TorchTrainEngine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -23,9 +25,9 @@ class Engines:
     """A run's engines; ``reference`` is None where no KL is wanted."""
 
     train: TorchTrainEngine
-    rollout: TorchRolloutEngine
+    rollout: TorchRolloutEngine | VllmRolloutEngine
     reference: TorchTrainEngine | None
-    weights: WeightPublisher
+    weights: Publisher
 
 
 def make_engines(prepared: Prepared, *, weights_from: Path) -> Engines:
@@ -41,16 +43,38 @@ def make_engines(prepared: Prepared, *, weights_from: Path) -> Engines:
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         **_computing(config, device, micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu),
     )
-    rollout = TorchRolloutEngine(
-        folder, dtype=DTYPES[config.rollout.dtype], device=device, pad_token_id=prepared.pad_token_id
-    )
+    rollout = _rollout(prepared)
     reference = None
     if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward or config.ref.kl_metric_samples:
         micro = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
         computing = _computing(config, device, micro_batch_size=micro)
         reference = TorchTrainEngine(folder, optim=None, device=device, **computing)
-    weights = WeightPublisher(train.tensors(), rollout.tensors())
+    weights: Publisher
+    if isinstance(rollout, TorchRolloutEngine):
+        weights = WeightPublisher(train.tensors(), rollout.tensors())
+    else:
+        weights = SyncPublisher(rollout.connect(train.tensors()))
     return Engines(train=train, rollout=rollout, reference=reference, weights=weights)
+
+
+def _rollout(prepared: Prepared) -> TorchRolloutEngine | VllmRolloutEngine:
+    config, data = prepared.config.rollout, prepared.config.data
+    common: dict[str, Any] = {
+        "dtype": DTYPES[config.dtype],
+        "device": prepared.device,
+        "pad_token_id": prepared.pad_token_id,
+    }
+    if not uses_vllm(prepared.config):
+        return TorchRolloutEngine(prepared.model_folder, **common)
+    parallel = config.tensor_model_parallel_size
+    options = VllmOptions(
+        placement="separate" if config.placement == "separate" or parallel > 1 else "colocated",
+        tensor_parallel_size=parallel,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_model_len=config.max_model_len or data.max_prompt_length + data.max_response_length,
+        enforce_eager=config.enforce_eager,
+    )
+    return VllmRolloutEngine(prepared.model_folder, **common, options=options)
 
 
 def updates_per_step(config: Config) -> int:

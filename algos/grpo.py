@@ -107,12 +107,13 @@ class Grpo:
             batch = self._generate(prompts, self._sampling(step))
         with self._phase("reward"):
             responses, scores = self._score(prompts, batch)
-        with self._phase("log_probs"):
-            self._add_log_probs(batch, step)
-        row = self._add_advantages(batch, scores)
-        self._engines.weights.begin_training()
-        with self._phase("update"):
-            row.update(self._update(batch, step))
+        with self._engines.rollout.training_memory():
+            with self._phase("log_probs"):
+                self._add_log_probs(batch, step)
+            row = self._add_advantages(batch, scores)
+            self._engines.weights.begin_training()
+            with self._phase("update"):
+                row.update(self._update(batch, step))
         row.setdefault("kl/mean", row.get("kl/old", math.nan))
         row.update(sample_metrics(batch, scores))
         row["tokens"] = float(batch["prompt_len"].sum() + batch["response_len"].sum())

@@ -11,29 +11,34 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 PROMPTS = [[5, 17, 29, 3, 44], [101, 7, 7, 63, 9, 12, 250], list(range(30, 50))]
 NUM_TOKENS = 8
 VOCABULARY = 300
 
 
-def make_model(folder: Path, *, tied: bool = False, vocabulary: int = VOCABULARY) -> None:
-    """A tiny Llama with grouped KV heads and a vocabulary that vLLM pads, in fp32, as a checkpoint."""
+def make_model(folder: Path, kind: str = "llama", *, vocabulary: int = VOCABULARY) -> None:
+    """A tiny model with grouped KV heads and a vocabulary that vLLM pads, in fp32, as a checkpoint."""
     torch.manual_seed(7)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=vocabulary,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(model_config(kind, vocabulary), dtype=torch.float32).save_pretrained(folder)
+
+
+def model_config(kind: str, vocabulary: int) -> PretrainedConfig:
+    common = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+    }
+    if kind == "qwen3_moe":
+        return Qwen3MoeConfig(**common, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2)
+    return LlamaConfig(**common, tie_word_embeddings=kind == "llama_tied")
 
 
 def start_engine(folder: Path, **options):
@@ -49,6 +54,7 @@ def start_engine(folder: Path, **options):
             "skip_tokenizer_init": True,
             "weight_transfer_config": {"backend": "reshard"},
             "seed": 0,
+            "kv_cache_memory_bytes": 64 << 20,
         }
         | options,
     )
@@ -129,7 +135,7 @@ def colocated(folder: Path, *, in_place: bool) -> None:
     staged = 0 if in_place else 1
     from reshard.vllm.engine import local_engine
 
-    assert (local_engine().live.staging_bytes > 0) == bool(staged)
+    assert staged is None or (local_engine().live.staging_bytes > 0) == staged
     run_updates(folder, llm, sync, model, folder)
     assert sync.verify() > 0
     sync.close()
@@ -148,6 +154,49 @@ def fresh(folder: Path) -> None:
     keep_weights_in_place()
     found = [sample(start_engine(folder / f"update-{u}", weight_transfer_config=None))[0] for u in (1, 2)]
     (folder / "fresh.json").write_text(json.dumps(found))
+
+
+def spread(folder: Path, *, staging_bytes: int) -> None:
+    """Under torchrun: two trainer ranks with FSDP2 shards, a tensor parallel engine over the same two processes."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from reshard import CollectiveTransport
+    from reshard.vllm import LLMClient, WeightSync
+
+    keep_weights_in_place()
+    dist.init_process_group("gloo")
+    llm = start_engine(folder, tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    transport = CollectiveTransport(dist.group.WORLD, staging_bytes=staging_bytes)
+    sync = WeightSync.connect(LLMClient(llm), model, transport=transport)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    tokens = []
+    for update in (1, 2):
+        train(model, optimizer, update)
+        sync.push()
+        whole.load_state_dict({name: t.full_tensor() for name, t in model.state_dict().items()})
+        found, log_probs = sample(llm)
+        expect_trainer(whole, found, log_probs)
+        tokens.append(found)
+        if dist.get_rank() == 0:
+            whole.save_pretrained(folder / f"update-{update}")
+        sync.begin_training()
+    if dist.get_rank() == 0:
+        (folder / "tokens.json").write_text(json.dumps(tokens))
+    sync.close()
+
+
+def spread_in_small_rounds(folder: Path) -> None:
+    spread(folder, staging_bytes=8 << 10)
+
+
+def spread_at_once(folder: Path) -> None:
+    spread(folder, staging_bytes=64 << 20)
 
 
 def separate(folder: Path, *, tensor_parallel: int) -> None:
@@ -170,6 +219,50 @@ def separate_two(folder: Path) -> None:
     separate(folder, tensor_parallel=2)
 
 
+def rollout_engine(folder: Path) -> None:
+    """The rollout engine of `hybrid`: weights first, seeds, stop ids, limits, log-probs at the temperature, versions."""
+    from hybrid.engines.rollout_vllm import VllmOptions, VllmRolloutEngine
+    from hybrid.engines.sampling import SamplingParams
+    from hybrid.engines.train_torch import TorchTrainEngine
+    from reshard.errors import StateError
+
+    extra = {"kv_cache_memory_bytes": 64 << 20}
+    options = VllmOptions(max_model_len=40, extra=extra)
+    engine = VllmRolloutEngine(folder, dtype=torch.float32, device="cpu", options=options)
+    train_engine = TorchTrainEngine(folder, optim=None, compute_dtype=torch.float32)
+    params = SamplingParams(n=4, max_new_tokens=12, temperature=0.7, stop_token_ids=(11, 12), seed=9)
+    expect(StateError, "no weights yet", lambda: engine.generate(PROMPTS, params))
+    sync = engine.connect(train_engine.tensors())
+    sync.push(version=3)
+    engine.version = 3
+    batch = engine.generate(PROMPTS, params)
+    assert batch["group_id"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 and set(batch["version"].tolist()) == {3}
+    scored = train_engine.log_probs(batch, temperature=0.7)
+    torch.testing.assert_close(batch["rollout_log_probs"], scored["log_probs"], rtol=1e-3, atol=1e-3)
+    lengths, ids = batch["response_len"].tolist(), batch["response_ids"]
+    for row, length in enumerate(lengths):
+        last, stopped = int(ids[row, length - 1]), not bool(batch["truncated"][row])
+        assert (last in (11, 12)) == stopped and not set(ids[row, : length - 1].tolist()) & {11, 12}
+        assert stopped or length == 12
+    texts = [tuple(ids[row, :length].tolist()) for row, length in enumerate(lengths)]
+    assert all(len(set(texts[first : first + 4])) == 4 for first in (0, 4, 8)), "samples of a prompt are alike"
+    again = engine.generate(PROMPTS, params)
+    assert torch.equal(again["response_ids"], ids), "the same seed gave other texts"
+    part = engine.generate(PROMPTS[1:], params, first_row=4)
+    width = part["response_ids"].shape[1]
+    assert torch.equal(part["response_ids"], ids[4:, :width]) and part["group_id"].tolist() == [1] * 4 + [2] * 4
+    other = engine.generate(PROMPTS, SamplingParams(n=4, max_new_tokens=12, stop_token_ids=(), seed=10))
+    assert bool(other["truncated"].all()) and not torch.equal(other["response_ids"], ids)
+    near_limit = engine.generate([list(range(3, 41))], SamplingParams(n=1, max_new_tokens=9, stop_token_ids=(), seed=1))
+    assert near_limit["response_len"].tolist() == [2] and near_limit["truncated"].tolist() == [True]
+    expect(ValueError, "prompt 1 is empty", lambda: engine.generate([[1], []], params))
+    expect(ValueError, "holds 300", lambda: engine.generate([[300]], params))
+    expect(ValueError, "no room for a response", lambda: engine.generate([list(range(40))], params))
+    with engine.training_memory():
+        pass
+    engine.close()
+
+
 def refusals(folder: Path) -> None:
     """Every wrong trainer is named before anything is written, and the engine goes on with its old weights."""
     from reshard.errors import LayoutError, StateError
@@ -181,7 +274,7 @@ def refusals(folder: Path) -> None:
     client, before = LLMClient(llm), sample(llm)
     named = dict(model.named_parameters())
     lacking = {n: t for n, t in named.items() if n != "model.layers.1.mlp.up_proj.weight"}
-    wider = AutoModelForCausalLM.from_config(LlamaConfig(**(model.config.to_dict() | {"vocab_size": 400})))
+    wider = AutoModelForCausalLM.from_config(model_config("llama", 400))
     other = {n.replace("self_attn", "attention"): t for n, t in named.items()}
     for weights, error, words in (
         (lacking, LayoutError, "1 missing (model.layers.1.mlp.up_proj.weight)"),

@@ -8,8 +8,9 @@ samples, all rows decode together, and rows that have ended leave the batch once
 bf16 arithmetic the weights stay bf16 and the computing is in fp32 (`hybrid.engines.widen`).
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -82,6 +83,11 @@ class TorchRolloutEngine:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the live weights by canonical name, tied ones once; writing into them changes what is sampled next."""
         return named_tensors(self._model)
+
+    @contextlib.contextmanager
+    def training_memory(self) -> Iterator[None]:
+        """Nothing to hand over: this engine holds no memory between calls of `generate` but its weights."""
+        yield
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, first_row: int = 0) -> TensorDict:
         """Sample `params.n` responses to each prompt; blocks until all are there.

@@ -11,7 +11,7 @@ packed copy of the embedding inside a kernel's closure, which vLLM's own reload 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ from reshard.vllm.layout import EngineLayout, learn_layout
 
 logger = logging.getLogger(__name__)
 
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 STAGED = "reload:"
 """Storages of checkpoint tensors that vLLM's own reload takes."""
 _NOT_IN_CHECKPOINTS = ("*_scale", "*.k_scale", "*.v_scale", "*zero_point", "*rotary_emb*", "*.inv_freq")
@@ -63,8 +64,11 @@ class LiveModel:
         """Live parameters, buffers and staging tensors by the storage names of ``layout``."""
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **self._staging}
 
-    def layout(self, checkpoint: Iterable[TensorSpec], *, rank: int) -> Layout:
-        """Learn this rank's Layout, ``rank`` being its number in it; allocates staging for opaque layers.
+    def layout(self, checkpoint: Iterable[TensorSpec], *, rank: int, allocate: Allocate | None = None) -> Layout:
+        """Learn this rank's Layout, ``rank`` being its number in it.
+
+        ``allocate(name, shape, dtype)`` makes the staging tensors of opaque layers, where other processes are to
+        write them; the device's own allocator does by default.
 
         Raises:
             LayoutError: vLLM's loader refuses the checkpoint's tensors, or parameters stay that none of them fills.
@@ -83,7 +87,8 @@ class LiveModel:
         self._check_complete(learnt)
         self._derived = self._modules_of(learnt.derived)
         self._packed = [module for module in self._model.modules() if _packs_embedding(module)]
-        return self._with_staging(learnt, specs, rank) if learnt.opaque else learnt.layout
+        self._staging, self._reloaded = {}, []
+        return self._with_staging(learnt, specs, rank, allocate) if learnt.opaque else learnt.layout
 
     def finish(self) -> None:
         """Bring everything that depends on the new weights up to date; called after each transition."""
@@ -125,10 +130,14 @@ class LiveModel:
             )
         return list(found.values())
 
-    def _with_staging(self, learnt: EngineLayout, specs: Mapping[str, TensorSpec], rank: int) -> Layout:
+    def _with_staging(
+        self, learnt: EngineLayout, specs: Mapping[str, TensorSpec], rank: int, allocate: Allocate | None
+    ) -> Layout:
         """The Layout with whole checkpoint tensors, in staging, for every layer that holds an opaque parameter."""
         owners = sorted({name.rpartition(".")[0] for name in learnt.opaque})
-        sources = self._sources(specs, owners, rank)
+        inside = {name: found for name, found in learnt.sources.items() if name.rpartition(".")[0] in owners}
+        needed = {source for found in inside.values() for source in found}
+        sources = [name for name in specs if name in needed]
         modules = dict(self._model.named_modules())
         self._reloaded = [modules[owner] for owner in owners]
         logger.warning(
@@ -139,26 +148,17 @@ class LiveModel:
             *next(iter(learnt.opaque.items())),
             len(sources),
         )
-        device = next(self._model.parameters()).device
+        make = allocate or self._allocate
         kept = [h for h in learnt.layout.holdings(rank) if h.address.storage.rpartition(".")[0] not in owners]
         for name in sources:
-            self._staging[STAGED + name] = torch.empty(specs[name].shape, dtype=self._model_config.dtype, device=device)
+            self._staging[STAGED + name] = make(STAGED + name, specs[name].shape, self._model_config.dtype)
         kept += [_whole(specs[name], self._staging[STAGED + name], rank) for name in sources]
         dtypes = {h.region.name: h.address.dtype for h in kept}
         used = [TensorSpec(name, specs[name].shape, dtype) for name, dtype in dtypes.items()]
         return Layout.from_holdings(used, kept, ranks=[rank])
 
-    def _sources(self, specs: Mapping[str, TensorSpec], owners: list[str], rank: int) -> list[str]:
-        """Checkpoint tensors that the loader puts into the modules named ``owners``."""
-        before = learn_layout(self._config, specs.values(), rank=rank)
-        hidden = sorted(set(before.opaque) & {name for name in before.opaque if name.rpartition(".")[0] in owners})
-        if hidden:
-            raise LayoutError(
-                f"vLLM's loader computes {hidden[:4]} from the checkpoint (it does not copy it), so which tensors it "
-                "needs is not known; use vLLM's own weight-transfer backends for this model"
-            )
-        into = {h.region.name for h in before.layout.holdings(rank) if h.address.storage.rpartition(".")[0] in owners}
-        return [name for name in specs if name in into]
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=next(self._model.parameters()).device)
 
 
 def _whole(spec: TensorSpec, tensor: torch.Tensor, rank: int) -> Holding:

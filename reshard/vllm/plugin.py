@@ -36,7 +36,7 @@ def register() -> None:
 
     _warn_if_untested(_vllm_version())
     WeightTransferEngineFactory.register_engine(NAME, "reshard.vllm.engine", "ReshardWeightTransferEngine")
-    WeightTransferTrainerFactory.register_engine(NAME, "reshard.vllm.engine", "ReshardTrainerEngine")
+    WeightTransferTrainerFactory.register_engine(NAME, "reshard.vllm.trainer_engine", "ReshardTrainerEngine")
     SleepModeBackendFactory.register_backend(NAME, "reshard.vllm.sleep", "ReshardSleepBackend")
     _follow_config_check(type(current_platform))
 

@@ -66,9 +66,11 @@ class SessionInfo:
         return Exchange(store, session=self.session, timeout_s=self.timeout_s)
 
 
-def join_as_trainer(info: SessionInfo, exchange: Exchange, rank: int, tensors: Tensors) -> Resharder:
-    """Bind trainer rank ``rank``'s live ``tensors`` as a source. Blocks until every process of the session is there."""
-    own = Layout.from_tensors(tensors, rank=rank)
+def join_as_trainer(info: SessionInfo, exchange: Exchange, rank: int, tensors: Tensors, own: Layout) -> Resharder:
+    """Bind trainer rank ``rank``'s live ``tensors``, which lie as ``own`` says, as a source.
+
+    Blocks until every process of the session is there.
+    """
     exchange.put(f"source/{rank}", layout_to_bytes(own))
     plan = _agree(info, exchange, rank)
     transport = PeerTransport(Arena.host(), Path(info.folder), timeout_s=info.timeout_s)

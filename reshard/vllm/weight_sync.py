@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from reshard.checkpoint_form import checkpoint_form
 from reshard.errors import LayoutError, ReshardError, StateError, TransportError
 from reshard.layout import Layout
 from reshard.names import canonical_names
@@ -82,17 +83,20 @@ class WeightSync:
             StateError: the engine was not started with ``weight_transfer_config={"backend": "reshard"}``.
         """
         tensors = trainer_tensors(weights)
+        rank, _ = _place(group)
+        layout = source_layout(weights, tensors, rank=rank)
         if num_engine_ranks is None:
-            return cls._colocated(client, tensors, group=group, transport=transport, ignore=ignore)
+            return cls._colocated(client, tensors, layout, group=group, transport=transport, ignore=ignore)
         if num_engine_ranks < 1:
             raise LayoutError(f"expected at least one engine rank, got num_engine_ranks={num_engine_ranks}")
-        rank, _ = _place(group)
         info, exchange = _open_session(group, num_engine_ranks, tuple(ignore), timeout_s)
         call = _Call(exchange)
         if rank == 0:
             call.begin(lambda: client.init_weight_transfer_engine({"session": info.to_dict()}))
         bound: list[Resharder] = []
-        exchange.guarded(f"trainer rank {rank}", lambda: bound.append(join_as_trainer(info, exchange, rank, tensors)))
+        exchange.guarded(
+            f"trainer rank {rank}", lambda: bound.append(join_as_trainer(info, exchange, rank, tensors, layout))
+        )
         call.end()
         return cls(client, bound[0], rank=rank, exchange=exchange, engine=None)
 
@@ -101,6 +105,7 @@ class WeightSync:
         cls,
         client: EngineClient,
         tensors: Mapping[str, torch.Tensor],
+        own: Layout,
         *,
         group: dist.ProcessGroup | None,
         transport: Transport | None,
@@ -115,7 +120,6 @@ class WeightSync:
                 "(with VLLM_ENABLE_V1_MULTIPROCESSING=0), or pass num_engine_ranks= where it has processes of its own"
             )
         rank, size = _place(group)
-        own = Layout.from_tensors(tensors, rank=rank)
         source = gather_layout(own, group) if size > 1 else own
         part = engine.live.layout(source.specs.values(), rank=rank)
         destination = gather_layout(part, group) if size > 1 else part
@@ -219,6 +223,13 @@ def trainer_tensors(weights: Weights) -> dict[str, torch.Tensor]:
         named = dict(weights)
     short = canonical_names(named)
     return {short[name]: tensor.detach() for name, tensor in named.items() if name in short}
+
+
+def source_layout(weights: Weights, tensors: Mapping[str, torch.Tensor], *, rank: int) -> Layout:
+    """What ``rank`` holds, by checkpoint names; a Transformers module may hold several of them as one tensor."""
+    layout = Layout.from_tensors(tensors, rank=rank)
+    form = checkpoint_form(weights) if isinstance(weights, torch.nn.Module) else None
+    return layout if form is None else form.apply(layout)
 
 
 class _Call:

@@ -20,6 +20,7 @@ TOP_LEVEL = {
 # Modules of reshard that may import torch; all others plan: the standard library, numpy and each other.
 WITH_TORCH = {
     *(
+        "checkpoint_form",
         "loader_layout",
         "loader_tracer",
         "oracle",

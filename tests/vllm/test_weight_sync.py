@@ -12,9 +12,13 @@ from vllm_scenarios import make_model
 SCENARIOS = Path(__file__).parents[1] / "vllm_scenarios.py"
 
 
-def run(name: str, folder: Path, **environment: str) -> None:
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def run(name: str, folder: Path, *, num_processes: int = 1, **environment: str) -> None:
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-port=0"]
     done = subprocess.run(
-        [sys.executable, str(SCENARIOS), name, str(folder)],
+        [sys.executable, *(launcher if num_processes > 1 else []), str(SCENARIOS), name, str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
@@ -24,22 +28,25 @@ def run(name: str, folder: Path, **environment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "environment"),
+    ("name", "kind", "num_processes", "environment"),
     [
-        ("colocated_in_place", False, {}),
-        ("colocated_in_place", True, {}),
-        ("colocated_repacked", True, {}),
-        ("separate_one", False, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
-        ("separate_two", False, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+        ("colocated_in_place", "llama", 1, {}),
+        ("colocated_in_place", "qwen3_moe", 1, {}),
+        ("colocated_repacked", "llama_tied", 1, {}),
+        ("separate_one", "llama_tied", 1, OWN_PROCESS),
+        ("separate_two", "llama", 1, OWN_PROCESS),
+        ("spread_in_small_rounds", "llama", 2, {}),
+        ("spread_at_once", "llama", 2, {}),
     ],
 )
-def test_an_engine_follows_its_trainer_and_equals_a_fresh_one(tmp_path, name, tied, environment):
-    make_model(tmp_path, tied=tied)
-    run(name, tmp_path, **environment)
+def test_an_engine_follows_its_trainer_and_equals_a_fresh_one(tmp_path, name, kind, num_processes, environment):
+    make_model(tmp_path, kind)
+    run(name, tmp_path, num_processes=num_processes, **environment)
     run("fresh", tmp_path)
     assert json.loads((tmp_path / "tokens.json").read_text()) == json.loads((tmp_path / "fresh.json").read_text())
 
 
-def test_wrong_trainers_and_wrong_moments_are_refused(tmp_path):
+@pytest.mark.parametrize("name", ["refusals", "rollout_engine"])
+def test_wrong_input_is_refused_and_what_is_asked_for_comes(tmp_path, name):
     make_model(tmp_path)
-    run("refusals", tmp_path)
+    run(name, tmp_path)
