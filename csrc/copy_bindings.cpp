@@ -1,11 +1,11 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 
 #include "bindings.h"
+#include "copy_builder.h"
 #include "copy_host.h"
 #include "copy_table.h"
 #include "copy_tiles.h"
@@ -40,12 +40,44 @@ std::optional<py::tuple> find_overlap_of(const py::buffer& buffer) {
     return py::make_tuple(overlap->first, overlap->second, overlap->with_source);
 }
 
+// A contiguous 1-d array of 64-bit integers, which stays alive and unmoved while the view exists.
+class IntegersView {
+  public:
+    explicit IntegersView(const py::buffer& buffer) : info_(buffer.request()) {
+        if (info_.ndim != 1 || info_.itemsize != 8 || (info_.shape[0] > 1 && info_.strides[0] != 8))
+            throw std::invalid_argument("expected contiguous 1-d arrays of int64");
+    }
+    std::span<const std::int64_t> values() const {
+        return {static_cast<const std::int64_t*>(info_.ptr), static_cast<std::size_t>(info_.shape[0])};
+    }
+
+  private:
+    py::buffer_info info_;
+};
+
+py::bytearray bytes_of(const void* data, std::size_t num_bytes) {
+    return {static_cast<const char*>(data), num_bytes};
+}
+
+py::tuple build_table_of(const py::buffer& src, const py::buffer& dst, const py::buffer& first_dims,
+                         const py::buffer& extents, const py::buffer& src_strides, const py::buffer& dst_strides,
+                         const py::buffer& src_dtypes, const py::buffer& dst_dtypes, const py::buffer& itemsizes,
+                         int max_targets) {
+    const IntegersView views[] = {IntegersView(src),        IntegersView(dst),         IntegersView(first_dims),
+                                  IntegersView(extents),    IntegersView(src_strides), IntegersView(dst_strides),
+                                  IntegersView(src_dtypes), IntegersView(dst_dtypes),  IntegersView(itemsizes)};
+    const CopyColumns columns{views[0].values(), views[1].values(), views[2].values(),
+                              views[3].values(), views[4].values(), views[5].values(),
+                              views[6].values(), views[7].values(), views[8].values()};
+    const BuiltTable built = build_table(columns, max_targets);
+    return py::make_tuple(bytes_of(built.records.data(), built.records.size() * sizeof(CopyRecord)),
+                          bytes_of(built.owners.data(), built.owners.size() * sizeof(std::int64_t)));
+}
+
 TilePlan plan_of(Table table, const TileOptions& options) {
     check_records(table);
-    std::vector<std::uint32_t> order(table.size());
-    std::iota(order.begin(), order.end(), 0u);
-    TilePlan plan{{}, {}, options};
-    add_tiles(plan, table, order);
+    TilePlan plan{{}, {}, {}, options};
+    add_tiles(plan, table, fan_heads(table));
     return plan;
 }
 
@@ -101,6 +133,9 @@ void bind_copy(py::module_& module) {
         [](const py::buffer& buffer) { check_records(RecordView<CopyRecord>(buffer, kTableMaker).records()); },
         py::arg("table"));
     module.def("find_overlap", &find_overlap_of, py::arg("table"));
+    module.def("build_table", &build_table_of, py::arg("src"), py::arg("dst"), py::arg("first_dims"),
+               py::arg("extents"), py::arg("src_strides"), py::arg("dst_strides"), py::arg("src_dtypes"),
+               py::arg("dst_dtypes"), py::arg("itemsizes"), py::kw_only(), py::arg("max_targets"));
     module.def("copy_host", &copy_host_of, py::arg("table"), py::arg("num_threads") = 0);
     module.def("checksum_host", &checksum_host_of, py::arg("table"), py::kw_only(), py::arg("of_destination"),
                py::arg("num_threads") = 0);

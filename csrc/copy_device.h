@@ -14,8 +14,8 @@ namespace reshard {
 struct DeviceOptions {
     int device = -1;  // CUDA ordinal; -1 is the device of the calling thread's current context, or 0 without one
     TileOptions tiles;
-    int vectors_in_flight = 4;  // loads that each thread issues before its first store: 4 or 8
-    int blocks_per_sm = 2;      // 0 is as many as fit
+    int vectors_in_flight = 2;  // loads that each thread issues before its first store: 1, 2 or 4
+    int blocks_per_sm = 0;      // 0 is one block a tile, which keeps accesses near each other in time and place
     // Plain contiguous copies of at least so many bytes go through cudaMemcpyBatchAsync instead of the kernel; 0 is
     // never.
     std::uint64_t copy_engine_min_bytes = 8u << 20;
@@ -45,7 +45,9 @@ class DeviceTable {
     std::size_t num_records() const { return num_records_; }
     std::size_t num_tiles() const { return num_tiles_; }
     std::size_t device_bytes() const { return device_bytes_; }
-    int num_launches() const { return (num_kernel_tiles_ > 0) + (plain_.empty() ? 0 : 1); }
+    int num_launches() const {
+        return (num_row_tiles_ > 0) + (num_kernel_tiles_ > num_row_tiles_) + (plain_.empty() ? 0 : 1);
+    }
 
   private:
     struct PlainCopy {
@@ -53,20 +55,23 @@ class DeviceTable {
     };
 
     void upload(const TilePlan& plan);
-    KernelTable kernel_table(std::size_t num_tiles) const;
+    KernelTable kernel_table(std::uint32_t first_tile, std::uint32_t end_tile) const;
     void launch_plain(std::uint64_t stream) const;
     void launch_batch(std::uint64_t stream) const;
 
     DeviceOptions options_;
     int device_ = 0;
     std::size_t num_records_ = 0;
-    std::size_t num_tiles_ = 0;         // of all records, for checksums
-    std::size_t num_kernel_tiles_ = 0;  // those that the copy kernel runs: the first ones
+    std::uint32_t num_row_tiles_ = 0;     // those that the kernel for wide rows runs: the first ones
+    std::uint32_t num_kernel_tiles_ = 0;  // those and the ones that the other kernel runs, which come next
+    std::uint32_t num_tiles_ = 0;         // of all records, for checksums
     std::size_t device_bytes_ = 0;
-    unsigned copy_blocks_ = 0;
+    unsigned row_blocks_ = 0;
+    unsigned box_blocks_ = 0;
     unsigned checksum_blocks_ = 0;
     std::size_t records_bytes_ = 0;
-    std::unique_ptr<void, FreeOnDevice> memory_;  // the records, then the record number of every tile
+    std::size_t targets_bytes_ = 0;
+    std::unique_ptr<void, FreeOnDevice> memory_;  // records, further targets, then the record number of every tile
     std::vector<PlainCopy> plain_;
 };
 

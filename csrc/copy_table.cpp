@@ -132,8 +132,27 @@ std::string describe_problem(const CopyRecord& record) {
         return "item sizes " + std::to_string(record.src_itemsize) + " and " + std::to_string(record.dst_itemsize) +
                " don't fit dtype codes " + std::to_string(record.src_dtype) + " and " +
                std::to_string(record.dst_dtype);
-    if (record.reserved0 != 0 || record.reserved1 != 0) return "a reserved field is not zero";
+    if (record.reserved != 0) return "a reserved field is not zero";
     if (boxes_overlap(source_box(record), destination_box(record))) return "its source and destination overlap";
+    return {};
+}
+
+bool reads_the_same(const CopyRecord& a, const CopyRecord& b) {
+    return a.src == b.src && a.src_dtype == b.src_dtype && a.dst_dtype == b.dst_dtype &&
+           a.src_itemsize == b.src_itemsize && a.dst_itemsize == b.dst_itemsize &&
+           std::equal(std::begin(a.extents), std::end(a.extents), std::begin(b.extents)) &&
+           std::equal(std::begin(a.src_strides), std::end(a.src_strides), std::begin(b.src_strides));
+}
+
+std::string describe_fan_problem(Table table, std::size_t head) {
+    const std::size_t num_followers = table[head].num_followers;
+    const std::string claim = "it has " + std::to_string(num_followers) + " followers, but ";
+    if (num_followers >= kMaxTargets) return claim + "at most " + std::to_string(kMaxTargets - 1) + " are allowed";
+    if (num_followers >= table.size() - head) return claim + "the table ends before them";
+    for (std::size_t i = head + 1; i <= head + num_followers; ++i) {
+        if (table[i].num_followers != 0) return claim + "record " + std::to_string(i) + " has some of its own";
+        if (!reads_the_same(table[head], table[i])) return claim + "record " + std::to_string(i) + " reads another box";
+    }
     return {};
 }
 
@@ -167,9 +186,19 @@ bool intervals_overlap(Table table, const Interval& a, const Interval& b) {
 }  // namespace
 
 void check_records(Table table) {
+    const auto refuse = [](std::size_t i, const std::string& problem) {
+        if (!problem.empty()) throw std::invalid_argument("copy table record " + std::to_string(i) + ": " + problem);
+    };
+    for (std::size_t i = 0; i < table.size(); ++i) refuse(i, describe_problem(table[i]));
     for (std::size_t i = 0; i < table.size(); ++i)
-        if (const std::string problem = describe_problem(table[i]); !problem.empty())
-            throw std::invalid_argument("copy table record " + std::to_string(i) + ": " + problem);
+        if (table[i].num_followers != 0) refuse(i, describe_fan_problem(table, i));
+}
+
+std::vector<std::uint32_t> fan_heads(Table table) {
+    std::vector<std::uint32_t> heads;
+    for (std::size_t i = 0; i < table.size(); i += static_cast<std::size_t>(table[i].num_targets()))
+        heads.push_back(static_cast<std::uint32_t>(i));
+    return heads;
 }
 
 std::optional<Overlap> find_overlap(Table table) {

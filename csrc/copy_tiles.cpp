@@ -1,6 +1,7 @@
 #include "copy_tiles.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <limits>
 #include <numeric>
@@ -12,13 +13,34 @@ namespace {
 
 constexpr std::int64_t kVectorBytes = 16;
 
+// One value for each destination of a fan, in the order of its records; those beyond the last are 0.
+template <typename Value>
+using PerTarget = std::array<Value, kMaxTargets>;
+
+template <typename Value, typename Function>
+PerTarget<Value> per_target(std::size_t num_targets, Function function) {
+    PerTarget<Value> values{};
+    for (std::size_t t = 0; t < num_targets; ++t) values[t] = function(t);
+    return values;
+}
+
+template <typename Value>
+std::uint64_t bits_of(const PerTarget<Value>& values) {
+    return std::accumulate(values.begin(), values.end(), std::uint64_t{0},
+                           [](std::uint64_t bits, Value value) { return bits | static_cast<std::uint64_t>(value); });
+}
+
 struct Dim {
-    std::int64_t extent, src_step, dst_step;
+    std::int64_t extent, src_step;
+    PerTarget<std::int64_t> dst_steps;
+
+    std::uint64_t dst_bits() const { return bits_of(dst_steps); }
 };
 
 // A box of units, outermost dimension first. One unit is `items` elements, or an element is `units_per_item` units.
 struct UnitBox {
-    std::uint64_t src, dst;
+    std::uint64_t src;
+    PerTarget<std::uint64_t> dst;
     std::vector<Dim> dims;
     std::uint64_t first_element;
     std::int64_t items;
@@ -62,34 +84,49 @@ VectorOp cast_op(const CopyRecord& record, std::int64_t items) {
     return one ? VectorOp::kF16ToBf16x1 : VectorOp::kF16ToBf16x8;
 }
 
-// Elements of one record, all of it or a part, before they are grouped into vectors.
-class RecordPlanner {
+// Elements of one fan of records (mostly one record), all or a part, before they are grouped into vectors.
+class FanPlanner {
   public:
-    RecordPlanner(const CopyRecord& record, std::uint32_t index, const TileOptions& options)
-        : record_(record), index_(index), options_(options) {}
+    FanPlanner(Table fan, std::uint32_t index, TilePlan& plan)
+        : fan_(fan), record_(fan[0]), index_(index), options_(plan.options), out_(plan) {}
 
-    void plan(std::vector<TileRecord>& out) {
-        out_ = &out;
+    void plan() {
         std::vector<Dim> dims;
         for (int d = 0; d < kNumDims; ++d)
             if (record_.extents[d] > 1)
-                dims.push_back({record_.extents[d], record_.src_strides[d], record_.dst_strides[d]});
+                dims.push_back({record_.extents[d], record_.src_strides[d],
+                                for_targets<std::int64_t>([&](std::size_t t) { return fan_[t].dst_strides[d]; })});
         if (!elements_are_aligned(dims)) return plan_odd_items(std::move(dims));
         if (dims.size() == 1 && is_run(dims[0])) return plan_run(dims[0].extent);
         const std::int64_t items = dims.empty() || !is_run(dims.back()) ? 1 : vector_items(dims);
-        emit(record_.src, record_.dst, std::move(dims), 0, items);
+        emit(record_.src, dst_after(0), std::move(dims), 0, items);
     }
 
   private:
+    template <typename Value, typename Function>
+    PerTarget<Value> for_targets(Function function) const {
+        return per_target<Value>(fan_.size(), function);
+    }
+
+    // The destinations' addresses, so many contiguous elements on.
+    PerTarget<std::uint64_t> dst_after(std::int64_t elements) const {
+        const auto bytes = static_cast<std::uint64_t>(elements * record_.dst_itemsize);
+        return for_targets<std::uint64_t>([&](std::size_t t) { return fan_[t].dst + bytes; });
+    }
+
+    PerTarget<std::int64_t> dst_steps_of(std::int64_t bytes) const {
+        return for_targets<std::int64_t>([&](std::size_t) { return bytes; });
+    }
+
     bool is_run(const Dim& dim) const {
-        return dim.src_step == record_.src_itemsize && dim.dst_step == record_.dst_itemsize;
+        return dim.src_step == record_.src_itemsize && dim.dst_steps == dst_steps_of(record_.dst_itemsize);
     }
 
     bool elements_are_aligned(const std::vector<Dim>& dims) const {
-        std::uint64_t src = record_.src, dst = record_.dst;
+        std::uint64_t src = record_.src, dst = bits_of(dst_after(0));
         for (const Dim& dim : dims) {
             src |= static_cast<std::uint64_t>(dim.src_step);
-            dst |= static_cast<std::uint64_t>(dim.dst_step);
+            dst |= dim.dst_bits();
         }
         const auto fits = [](std::uint64_t bits, std::uint64_t size) {
             return std::has_single_bit(size) && size <= kVectorBytes && bits % size == 0;
@@ -117,17 +154,17 @@ class RecordPlanner {
 
     // The vectors of a box whose innermost dimension is a run.
     std::int64_t vector_items(const std::vector<Dim>& dims) const {
-        std::uint64_t src = record_.src, dst = record_.dst;
+        std::uint64_t src = record_.src, dst = bits_of(dst_after(0));
         for (std::size_t d = 0; d + 1 < dims.size(); ++d) {
             src |= static_cast<std::uint64_t>(dims[d].src_step);
-            dst |= static_cast<std::uint64_t>(dims[d].dst_step);
+            dst |= dims[d].dst_bits();
         }
         for (const std::int64_t items : candidate_items())
             if (dims.back().extent % items == 0 && is_aligned(src, dst, items)) return items;
         return 1;
     }
 
-    // One contiguous run: elements before the first boundary that both sides share, whole vectors, and the rest.
+    // One contiguous run: elements before the first boundary that all sides share, whole vectors, and the rest.
     void plan_run(std::int64_t count) {
         const auto [head, items] = run_vectors(count);
         const std::int64_t body = (count - head) / items * items;
@@ -140,7 +177,7 @@ class RecordPlanner {
         for (const std::int64_t items : candidate_items())
             for (std::int64_t head = 0; head < std::min(items, count); ++head)
                 if (is_aligned(record_.src + static_cast<std::uint64_t>(head * record_.src_itemsize),
-                               record_.dst + static_cast<std::uint64_t>(head * record_.dst_itemsize), items))
+                               bits_of(dst_after(head)), items))
                     return {head, items};
         return {0, 1};
     }
@@ -148,16 +185,16 @@ class RecordPlanner {
     void emit_run(std::int64_t first, std::int64_t count, std::int64_t items) {
         const std::int64_t limit = options_.max_vectors * items;
         for (; count > 0; first += limit, count -= limit)
-            emit(record_.src + static_cast<std::uint64_t>(first * record_.src_itemsize),
-                 record_.dst + static_cast<std::uint64_t>(first * record_.dst_itemsize),
-                 {{std::min(count, limit), record_.src_itemsize, record_.dst_itemsize}},
+            emit(record_.src + static_cast<std::uint64_t>(first * record_.src_itemsize), dst_after(first),
+                 {{std::min(count, limit), record_.src_itemsize, dst_steps_of(record_.dst_itemsize)}},
                  static_cast<std::uint64_t>(first), items);
     }
 
-    void emit(std::uint64_t src, std::uint64_t dst, std::vector<Dim> dims, std::uint64_t first_element,
-              std::int64_t items) {
+    void emit(std::uint64_t src, const PerTarget<std::uint64_t>& dst, std::vector<Dim> dims,
+              std::uint64_t first_element, std::int64_t items) {
         if (items > 1)
-            dims.back() = {dims.back().extent / items, items * record_.src_itemsize, items * record_.dst_itemsize};
+            dims.back() = {dims.back().extent / items, items * record_.src_itemsize,
+                           dst_steps_of(items * record_.dst_itemsize)};
         const VectorOp op = record_.is_cast() ? cast_op(record_, items) : bytes_op(items * record_.dst_itemsize);
         emit_box({src, dst, std::move(dims), first_element, items, 1, op});
     }
@@ -168,12 +205,12 @@ class RecordPlanner {
         if (record_.is_cast())
             throw std::invalid_argument("copy table record " + std::to_string(index_) +
                                         ": a device can't cast elements that are not aligned to their own size");
-        std::uint64_t bits = record_.src | record_.dst | record_.dst_itemsize;
-        for (const Dim& dim : dims) bits |= static_cast<std::uint64_t>(dim.src_step | dim.dst_step);
+        std::uint64_t bits = record_.src | bits_of(dst_after(0)) | record_.dst_itemsize;
+        for (const Dim& dim : dims) bits |= static_cast<std::uint64_t>(dim.src_step) | dim.dst_bits();
         const std::int64_t unit = largest_power_of_two_in(bits);
         const std::int64_t units = record_.dst_itemsize / unit;
-        dims.push_back({units, unit, unit});
-        emit_box({record_.src, record_.dst, std::move(dims), 0, 1, units, bytes_op(unit)});
+        dims.push_back({units, unit, dst_steps_of(unit)});
+        emit_box({record_.src, dst_after(0), std::move(dims), 0, 1, units, bytes_op(unit)});
     }
 
     // Halves boxes of too many vectors along their outermost dimension, then appends the record.
@@ -187,50 +224,72 @@ class RecordPlanner {
         box.dims[0].extent = half;
         rest.dims[0].extent = outer.extent - half;
         rest.src += static_cast<std::uint64_t>(half * outer.src_step);
-        rest.dst += static_cast<std::uint64_t>(half * outer.dst_step);
+        rest.dst = for_targets<std::uint64_t>(
+            [&](std::size_t t) { return box.dst[t] + static_cast<std::uint64_t>(half * outer.dst_steps[t]); });
         const std::int64_t half_vectors = vectors / outer.extent * half;
         rest.first_element += static_cast<std::uint64_t>(half_vectors * box.items / box.units_per_item);
         emit_box(std::move(box));
         emit_box(std::move(rest));
     }
 
+    bool has_wide_rows(const UnitBox& box) const {
+        if (box.dims.empty() || box.dims.size() > 2 || !is_wide(box.op)) return false;
+        const Dim& inner = box.dims.back();
+        return inner.src_step == box.items * record_.src_itemsize &&
+               inner.dst_steps == dst_steps_of(box.items * record_.dst_itemsize);
+    }
+
+    TileTarget target_of(const UnitBox& box, std::size_t t) const {
+        TileTarget target{box.dst[t], {}};
+        for (std::size_t d = 0; d < box.dims.size(); ++d)
+            target.dst_steps[d] = box.dims[box.dims.size() - 1 - d].dst_steps[t];
+        return target;
+    }
+
     void append(const UnitBox& box, std::int64_t vectors) {
         TileRecord tile{};
         tile.src = box.src;
-        tile.dst = box.dst;
+        tile.target = target_of(box, 0);
         tile.num_dims = static_cast<std::uint32_t>(box.dims.size());
         for (std::uint32_t d = 0; d < tile.num_dims; ++d) {
             const Dim& dim = box.dims[tile.num_dims - 1 - d];
             tile.src_steps[d] = dim.src_step;
-            tile.dst_steps[d] = dim.dst_step;
             if (d + 1 < tile.num_dims) tile.divisors[d] = fast_divisor(dim.extent);
         }
         tile.num_vectors = static_cast<std::uint32_t>(vectors);
         tile.table_record = index_;
+        tile.first_more = static_cast<std::uint32_t>(out_.more_targets.size());
+        tile.num_more = record_.num_followers;
+        for (std::size_t t = 1; t < fan_.size(); ++t) out_.more_targets.push_back(target_of(box, t));
         tile.first_element = box.first_element;
         tile.items_per_vector = static_cast<std::uint16_t>(box.items);
         tile.vectors_per_item = static_cast<std::uint16_t>(box.units_per_item);
         tile.dst_itemsize = record_.dst_itemsize;
         tile.op = box.op;
-        out_->push_back(tile);
+        tile.wide_rows = has_wide_rows(box);
+        out_.records.push_back(tile);
     }
 
+    Table fan_;
     const CopyRecord& record_;
     std::uint32_t index_;
     const TileOptions& options_;
-    std::vector<TileRecord>* out_ = nullptr;
+    TilePlan& out_;
 };
 
 }  // namespace
 
-void add_tiles(TilePlan& plan, Table table, std::span<const std::uint32_t> order) {
+void add_tiles(TilePlan& plan, Table table, std::span<const std::uint32_t> heads) {
     const std::uint32_t tile_vectors = plan.options.tile_vectors;
     if (tile_vectors == 0 || tile_vectors > (1u << 20))
         throw std::invalid_argument("tile_vectors must be between 1 and 2^20");
     if (plan.options.max_vectors == 0 || plan.options.max_vectors > (1u << 30))
         throw std::invalid_argument("max_vectors must be between 1 and 2^30");
     std::size_t next = plan.records.size();
-    for (const std::uint32_t i : order) RecordPlanner(table[i], i, plan.options).plan(plan.records);
+    for (const std::uint32_t i : heads)
+        FanPlanner(table.subspan(i, static_cast<std::size_t>(table[i].num_targets())), i, plan).plan();
+    std::stable_partition(plan.records.begin() + static_cast<std::ptrdiff_t>(next), plan.records.end(),
+                          [](const TileRecord& record) { return record.wide_rows; });
     for (; next < plan.records.size(); ++next) {
         TileRecord& record = plan.records[next];
         const std::size_t tiles = (record.num_vectors + tile_vectors - 1) / tile_vectors;

@@ -69,10 +69,13 @@ void for_each_vector(const TilePlan& plan, Visit visit) {
 }  // namespace
 
 void run_tiles_on_host(const TilePlan& plan) {
-    for_each_vector(plan, [](const TileRecord& record, std::uint32_t vector) {
-        const VectorOffsets at = vector_offsets(record, vector);
-        move_vector(record.op, reinterpret_cast<const unsigned char*>(record.src) + at.src,
-                    reinterpret_cast<unsigned char*>(record.dst) + at.dst);
+    for_each_vector(plan, [&](const TileRecord& record, std::uint32_t vector) {
+        const VectorIndex index(record, vector);
+        const auto* src = reinterpret_cast<const unsigned char*>(record.src) + index.offset(record.src_steps);
+        for (std::uint32_t t = 0; t <= record.num_more; ++t) {
+            const TileTarget& target = plan.target(record, t);
+            move_vector(record.op, src, reinterpret_cast<unsigned char*>(target.dst) + index.offset(target.dst_steps));
+        }
     });
 }
 
@@ -80,17 +83,21 @@ std::vector<std::uint64_t> checksum_tiles_on_host(const TilePlan& plan, std::siz
     std::vector<std::uint64_t> sums(num_records, 0);
     for_each_vector(plan, [&](const TileRecord& record, std::uint32_t vector) {
         if (vector % record.vectors_per_item != 0) return;
-        const VectorOffsets at = vector_offsets(record, vector);
-        const auto* src = reinterpret_cast<const unsigned char*>(record.src) + at.src;
-        const auto* dst = reinterpret_cast<const unsigned char*>(record.dst) + at.dst;
+        const VectorIndex index(record, vector);
+        const auto* src = reinterpret_cast<const unsigned char*>(record.src) + index.offset(record.src_steps);
         unsigned char moved[16];
         const bool is_odd = record.vectors_per_item > 1;
         if (!of_destination && !is_odd) move_vector(record.op, src, moved);
-        const unsigned char* items = of_destination ? dst : is_odd ? src : moved;
         const std::uint64_t element =
             record.first_element + std::uint64_t{vector} / record.vectors_per_item * record.items_per_vector;
-        for (std::uint32_t i = 0; i < record.items_per_vector; ++i)
-            sums[record.table_record] += mix_item(items + i * record.dst_itemsize, record.dst_itemsize, element + i);
+        for (std::uint32_t t = 0; t <= record.num_more; ++t) {
+            const TileTarget& target = plan.target(record, t);
+            const auto* dst = reinterpret_cast<const unsigned char*>(target.dst) + index.offset(target.dst_steps);
+            const unsigned char* items = of_destination ? dst : is_odd ? src : moved;
+            for (std::uint32_t i = 0; i < record.items_per_vector; ++i)
+                sums[record.table_record + t] +=
+                    mix_item(items + i * record.dst_itemsize, record.dst_itemsize, element + i);
+        }
     });
     return sums;
 }

@@ -5,7 +5,7 @@ done. Malformed arguments raise ValueError. A ``table`` is a contiguous 1-d arra
 """
 
 from reshard.quant import QuantTable
-from reshard.table import CopyTable
+from reshard.table import CopyTable, Integers
 
 CUDA_KERNELS: bool
 """Whether this build has the CUDA kernels (built where nvcc was found)."""
@@ -16,13 +16,42 @@ def driver_available() -> bool:
 # Copy tables (csrc/copy_bindings.cpp)
 
 def check_records(table: CopyTable) -> None:
-    """Raise ValueError for the first record with bad extents, strides, types or addresses, or a self-overlap."""
+    """Raise ValueError for the first record with bad extents, strides, types or addresses, a self-overlap, or followers
+    that don't read what it reads.
+    """
 
 def find_overlap(table: CopyTable) -> tuple[int, int, bool] | None:
     """Find two boxes that share a byte, as ``(first record, second record, with_source)``; None when there are none.
 
     ``with_source`` False: both destinations hold the byte (the same record twice: its own destination names it twice).
     True: the first one's source and the second one's destination. Exact for strides that come from tensors.
+    """
+
+def build_table(
+    src: Integers,
+    dst: Integers,
+    first_dims: Integers,
+    extents: Integers,
+    src_strides: Integers,
+    dst_strides: Integers,
+    src_dtypes: Integers,
+    dst_dtypes: Integers,
+    itemsizes: Integers,
+    *,
+    max_targets: int,
+) -> tuple[bytearray, bytearray]:
+    """Build the records of ``make_table``, which checks the columns first; contiguous int64 arrays.
+
+    Args:
+        src, dst: absolute addresses, one a copy.
+        first_dims: where each copy's dimensions begin in the flat columns, and their number at the end.
+        extents, src_strides, dst_strides: flat columns; strides in elements.
+        src_dtypes, dst_dtypes: codes, one a copy.
+        itemsizes: bytes, by code.
+        max_targets: destinations of a fan at most.
+
+    Returns:
+        The bytes of the records, and of the int64 number of the copy that each record belongs to.
     """
 
 def copy_host(table: CopyTable, num_threads: int = 0) -> None:
@@ -40,7 +69,7 @@ def checksum_host(table: CopyTable, *, of_destination: bool, num_threads: int = 
     """
 
 def _run_tiles_on_host(
-    table: CopyTable, *, tile_vectors: int = 1024, wide_casts: bool = True, max_vectors: int = 1073741824
+    table: CopyTable, *, tile_vectors: int = 512, wide_casts: bool = True, max_vectors: int = 1073741824
 ) -> None:
     """Run ``table`` on host memory by the device's own cutting and index arithmetic, slowly. For tests."""
 
@@ -60,10 +89,10 @@ class DeviceTable:
         table: CopyTable,
         *,
         device: int = -1,
-        tile_vectors: int = 1024,
+        tile_vectors: int = 512,
         wide_casts: bool = True,
-        vectors_in_flight: int = 4,
-        blocks_per_sm: int = 2,
+        vectors_in_flight: int = 2,
+        blocks_per_sm: int = 0,
         copy_engine_min_bytes: int = 8388608,
     ) -> None:
         """Check, plan and upload ``table``. Blocks; not inside a graph capture.
@@ -73,8 +102,8 @@ class DeviceTable:
             device: CUDA ordinal; -1 is the device of the calling thread's current context.
             tile_vectors: vectors (mostly 16 bytes) that a thread block takes at a time.
             wide_casts: eight elements a thread and step for float32 to a 16-bit type, instead of four.
-            vectors_in_flight: loads that each thread issues before its first store, 4 or 8.
-            blocks_per_sm: thread blocks per multiprocessor, 0 for as many as fit.
+            vectors_in_flight: loads that each thread issues before its first store, 1, 2 or 4.
+            blocks_per_sm: thread blocks per multiprocessor that take tiles in turn, 0 for one block a tile.
             copy_engine_min_bytes: plain contiguous copies of so many bytes or more are cudaMemcpyBatchAsync calls, on
                 the copy engines, instead of part of the kernel; 0 for none.
 
@@ -109,7 +138,7 @@ class DeviceTable:
 
     @property
     def num_launches(self) -> int:
-        """Kernel launches and batched copy calls of one run: 0, 1 or 2."""
+        """Kernel launches and batched copy calls of one run: at most 3."""
 
     @property
     def device_bytes(self) -> int:
@@ -144,7 +173,7 @@ class QuantDeviceTable:
 
     @property
     def num_launches(self) -> int:
-        """Kernel launches of one run: 1, or 0 for an empty table."""
+        """Kernel launches of one run: mostly 1, at most 4, 0 for an empty table."""
 
     @property
     def device_bytes(self) -> int:

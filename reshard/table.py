@@ -3,26 +3,32 @@
 A record is a box of at most four dimensions, in bytes, between absolute addresses; ``COPY_RECORD`` mirrors
 ``CopyRecord`` of csrc/copy_table.h. Executors may run records in any order and in parallel, so a table is refused if a
 byte is written twice, or written by one record and read by another.
+
+A source box that several destinations need is a *fan*: records side by side, each complete in itself, whose first one
+says how many followers it has. Executors read and cast it once and write it to all of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard import _C
-from reshard.dtype import DType
+from reshard.dtype import ITEMSIZE_BY_CODE, DType
 from reshard.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
 
 NUM_DIMS = 4
+MAX_TARGETS = 8
+"""Destinations that one read of a source box serves at most: a fan's first record and its followers."""
 
 COPY_RECORD = np.dtype(
     [
@@ -35,12 +41,17 @@ COPY_RECORD = np.dtype(
         ("dst_dtype", np.uint8),
         ("src_itemsize", np.uint16),
         ("dst_itemsize", np.uint16),
-        ("reserved0", np.uint16),
-        ("reserved1", np.uint64),
+        ("num_followers", np.uint16),
+        ("reserved", np.uint64),
     ]
 )
 
 CopyTable = npt.NDArray[np.void]
+Integers = npt.NDArray[np.int64]
+_FIELDS = operator.attrgetter("src", "dst", "shape", "src_strides", "dst_strides", "src_dtype", "dst_dtype")
+_CODES = {dtype: dtype.code for dtype in DType}
+_ITEMSIZES = np.array(ITEMSIZE_BY_CODE, dtype=np.int64)
+_IS_CASTABLE = np.array([dtype.is_castable for dtype in DType])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,43 +102,31 @@ class CopyEntry:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Dim:
-    extent: int
-    src_bytes: int
-    dst_bytes: int
-
-    def steps_over(self, inner: _Dim) -> bool:
-        """Whether one step of this dimension is a whole run of ``inner`` on both sides, so that the two are one."""
-        return self.src_bytes == inner.extent * inner.src_bytes and self.dst_bytes == inner.extent * inner.dst_bytes
-
-
-def make_table(entries: Iterable[CopyEntry], *, check_overlap: bool = True) -> CopyTable:
-    """Return the copy table of ``entries``, in order: a 1-d array of ``COPY_RECORD``.
+def make_table(
+    entries: Iterable[CopyEntry], *, check_overlap: bool = True, max_targets: int = MAX_TARGETS
+) -> CopyTable:
+    """Return the copy table of ``entries``: a 1-d array of ``COPY_RECORD``.
 
     Dimensions of extent 1 go, the rest are ordered so that the innermost has the smallest destination stride,
     neighbours that form one run are merged, and a box that still has more than four is split into several records.
-    Empty entries leave no record.
+    Empty entries leave no record. Records are in the order of their entries, except that entries of one source box and
+    cast, to destinations that can be written in the same way, are gathered into fans at the place of the first.
 
     Args:
         entries: what to copy.
         check_overlap: also prove that no byte is written twice, or both read and written. About 1 us a record.
+        max_targets: destinations of a fan at most, up to ``MAX_TARGETS``; 1 keeps every entry for itself.
 
     Raises:
         PlanError: names the entry: no cast between the dtypes, shapes and strides of different lengths, a negative
             extent or stride, a null address, or an overlap.
     """
     given = list(entries)
-    owners: list[int] = []
-    rows: list[tuple[object, ...]] = []
-    for idx, entry in enumerate(given):
-        _check_entry(entry)
-        records = [] if 0 in entry.shape else list(_records(entry))
-        owners += [idx] * len(records)
-        rows += records
-    table: CopyTable = np.array(rows, dtype=COPY_RECORD)
+    columns = _columns(given)
+    records, owners = _C.build_table(*columns, _ITEMSIZES, max_targets=max_targets)
+    table: CopyTable = np.frombuffer(records, dtype=COPY_RECORD)
     if check_overlap:
-        _refuse_overlap(table, given, owners)
+        _refuse_overlap(table, given, np.frombuffer(owners, dtype=np.int64))
     return table
 
 
@@ -137,8 +136,12 @@ def num_written_bytes(table: CopyTable) -> int:
 
 
 def num_read_bytes(table: CopyTable) -> int:
-    """Bytes that one run of ``table`` reads; a source element repeated by a zero stride counts each time."""
-    return int((table["extents"].prod(axis=1) * table["src_itemsize"]).sum())
+    """Bytes that one run of ``table`` reads: a fan's source once; an element repeated by a zero stride each time."""
+    fan_sizes = table["num_followers"].astype(np.int64)
+    heads = np.ones(len(table), dtype=bool)
+    for head in np.flatnonzero(fan_sizes):
+        heads[head + 1 : head + 1 + fan_sizes[head]] = False
+    return int((table["extents"].prod(axis=1) * table["src_itemsize"])[heads].sum())
 
 
 def _named(label: str) -> str:
@@ -170,41 +173,33 @@ def _check_entry(entry: CopyEntry) -> None:
         )
 
 
-def _dims(entry: CopyEntry) -> list[_Dim]:
-    src_itemsize, dst_itemsize = entry.src_dtype.itemsize, entry.dst_dtype.itemsize
-    dims = [
-        _Dim(extent, src * src_itemsize, dst * dst_itemsize)
-        for extent, src, dst in zip(entry.shape, entry.src_strides, entry.dst_strides, strict=True)
-        if extent != 1
-    ]
-    dims.sort(key=lambda dim: (dim.dst_bytes, dim.src_bytes), reverse=True)
-    merged: list[_Dim] = []
-    for dim in dims:
-        if merged and merged[-1].steps_over(dim):
-            dim = _Dim(merged.pop().extent * dim.extent, dim.src_bytes, dim.dst_bytes)
-        merged.append(dim)
-    return merged
+def _columns(entries: Sequence[CopyEntry]) -> tuple[Integers, ...]:
+    """The entries as ``_C.build_table`` takes them; PlanError for the first that is wrong."""
+    fields: list[Sequence[Any]] = list(zip(*map(_FIELDS, entries), strict=True)) or [()] * 7
+    num_dims, *num_strides = (_integers(map(len, fields[idx])) for idx in (2, 3, 4))
+    if not np.array_equal(num_dims, num_strides[0]) or not np.array_equal(num_dims, num_strides[1]):
+        for entry in entries:
+            _check_entry(entry)
+    first_dims = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_dims)])
+    src, dst = _integers(fields[0]), _integers(fields[1])
+    extents, src_strides, dst_strides = (_integers(itertools.chain.from_iterable(fields[idx])) for idx in (2, 3, 4))
+    src_dtypes, dst_dtypes = (_integers(map(_CODES.__getitem__, fields[idx])) for idx in (5, 6))
+    owners = np.repeat(np.arange(len(entries)), num_dims)
+    is_empty = np.zeros(len(entries), dtype=bool)
+    is_empty[owners[extents == 0]] = True
+    wrong = (src_dtypes != dst_dtypes) & ~(_IS_CASTABLE[src_dtypes] & _IS_CASTABLE[dst_dtypes])
+    wrong |= ~is_empty & ((src <= 0) | (dst <= 0))
+    wrong[owners[(extents < 0) | (src_strides < 0) | (dst_strides < 0)]] = True
+    for idx in np.flatnonzero(wrong):
+        _check_entry(entries[idx])
+    return src, dst, first_dims, extents, src_strides, dst_strides, src_dtypes, dst_dtypes
 
 
-def _records(entry: CopyEntry) -> Iterator[tuple[object, ...]]:
-    dims = _dims(entry)
-    outer = sorted(dims, key=lambda dim: dim.extent)[: max(0, len(dims) - NUM_DIMS)]
-    inner = list(dims)
-    for dim in outer:
-        inner.remove(dim)
-    one = _Dim(1, entry.src_dtype.itemsize, entry.dst_dtype.itemsize)
-    box = [one] * (NUM_DIMS - len(inner)) + inner
-    types = (entry.src_dtype.code, entry.dst_dtype.code, entry.src_dtype.itemsize, entry.dst_dtype.itemsize, 0, 0)
-    extents = tuple(dim.extent for dim in box)
-    src_strides = tuple(dim.src_bytes for dim in box)
-    dst_strides = tuple(dim.dst_bytes for dim in box)
-    for index in itertools.product(*(range(dim.extent) for dim in outer)):
-        src = entry.src + sum(i * dim.src_bytes for i, dim in zip(index, outer, strict=True))
-        dst = entry.dst + sum(i * dim.dst_bytes for i, dim in zip(index, outer, strict=True))
-        yield (src, dst, extents, src_strides, dst_strides, *types)
+def _integers(values: Iterable[int]) -> Integers:
+    return np.fromiter(values, dtype=np.int64)
 
 
-def _refuse_overlap(table: CopyTable, entries: Sequence[CopyEntry], owners: Sequence[int]) -> None:
+def _refuse_overlap(table: CopyTable, entries: Sequence[CopyEntry], owners: Integers) -> None:
     overlap = _C.find_overlap(table)
     if overlap is None:
         return
