@@ -144,8 +144,8 @@ def are_disjoint(start: IntArray, stop: IntArray) -> bool:
 def union_volume(start: IntArray, stop: IntArray) -> int:
     """Number of distinct elements in a set of boxes, which may repeat and overlap."""
     keep = (start < stop).all(axis=1)
-    if not keep.any():
-        return 0
+    if are_disjoint(start[keep], stop[keep]):
+        return int(volumes(start[keep], stop[keep]).sum())
     boxes = np.unique(np.concatenate([start[keep], stop[keep]], axis=1), axis=0)
     ndim = start.shape[1]
     atoms = refine(boxes[:, :ndim], boxes[:, ndim:])

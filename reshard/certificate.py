@@ -13,7 +13,8 @@ from dataclasses import dataclass
 class Certificate:
     """Per rank: bytes needed, already held, and the floor between them. Per node: the floor of what must enter it.
 
-    ``node_floor_bytes`` is empty for a plan without a topology of several nodes, or for only some ranks.
+    ``node_floor_bytes`` has the topology's own node numbers; it is empty for a plan without a topology, for one that
+    does not fan out inside nodes, and for a plan of only some ranks.
     """
 
     needed_bytes: Mapping[int, int]

@@ -174,10 +174,10 @@ def _pattern(tensor: ModelTensor, grid: _Grid, members: IntArray, cutter: Cutter
     """Holdings of the ranks at ``members``, each with the boxes of its shard."""
     boxes: list[list[Box]] = []
     for tp_idx in range(grid.num_tp):
-        shard = cutter.shard(tensor, tp_idx, place)
-        boxes += [shard.chunk(index, grid.num_fsdp) for index in range(grid.num_fsdp)]
-    flat = [box for shard in boxes for box in shard]
-    counts = np.array([len(shard) for shard in boxes], np.int64)
+        own = cutter.shard(tensor, tp_idx, place)
+        boxes += [own.chunk(index, grid.num_fsdp) for index in range(grid.num_fsdp)]
+    flat = [box for own_boxes in boxes for box in own_boxes]
+    counts = np.array(list(map(len, boxes)), np.int64)
     firsts = np.cumsum(counts) - counts
     shard = grid.shard[members]
     row = ranges(firsts[shard], counts[shard])

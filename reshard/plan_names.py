@@ -10,16 +10,32 @@ import numpy as np
 from reshard.dtype import DType
 from reshard.errors import PlanError
 from reshard.layout import Entry, Layout
+from reshard.pattern import Row, pattern_from_rows, pattern_rows
 
 Casts = Collection[tuple[DType, DType]] | Literal["floating"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A destination tensor and the source tensor that feeds it."""
+    """A destination tensor and the source tensor that feeds it.
+
+    Where one source tensor feeds several of the destination's, which are tied in the source, they are one pair, so
+    that a rank which has them all receives the bytes once: ``destination`` has the holdings of all, and ``slot_names``
+    says of which tensor each of its slots is. Else that is empty.
+    """
 
     source: Entry
     destination: Entry
+    slot_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The destination tensors, without repetition."""
+        return tuple(dict.fromkeys(self.slot_names)) or (self.destination.spec.name,)
+
+    def name_of(self, slot: int) -> str:
+        """The destination tensor that a slot of ``destination`` is of."""
+        return self.slot_names[slot] if self.slot_names else self.destination.spec.name
 
 
 def expand_casts(casts: Casts) -> frozenset[tuple[DType, DType]]:
@@ -31,7 +47,7 @@ def expand_casts(casts: Casts) -> frozenset[tuple[DType, DType]]:
 
 
 def match_names(source: Layout, destination: Layout, *, ignore: Sequence[str]) -> list[Pair]:
-    """A pair per destination tensor, sorted by name.
+    """The destination's tensors with what feeds them, sorted by name.
 
     Raises PlanError when a destination tensor has no source, when the source holds tensors that nobody wants and
     ``ignore`` (names or shell patterns) does not cover, when a tied destination has several different sources, or
@@ -45,13 +61,16 @@ def match_names(source: Layout, destination: Layout, *, ignore: Sequence[str]) -
         name: [name] if name in have and name not in further else _sources_of(source, [name, *further.get(name, ())])
         for name in wanted
     }
+    for name, found in chosen.items():
+        if len(found) > 1:
+            chosen[name] = [n for n in found if not _is_ignored(n, ignore)] or found
     _check_missing([name for name, found in chosen.items() if not found])
     _check_ambiguous({name: found for name, found in chosen.items() if len(found) > 1})
     pairs = [Pair(have[found[0]], wanted[name]) for name, found in chosen.items()]
     used = {pair.source.spec.name for pair in pairs}
-    _check_unused([n for n in have if n not in used and not any(fnmatchcase(n, p) for p in ignore)])
+    _check_unused([name for name in have if name not in used and not _is_ignored(name, ignore)])
     _check_shapes(pairs)
-    return pairs
+    return pairs if len(used) == len(pairs) else _joined(pairs)
 
 
 def check_dtypes(groups: Sequence[Sequence[Pair]], casts: frozenset[tuple[DType, DType]]) -> None:
@@ -68,13 +87,39 @@ def check_dtypes(groups: Sequence[Sequence[Pair]], casts: frozenset[tuple[DType,
             told = ", ".join(dtype.value for dtype in held)
             conflicts += [f"{pair.source.spec.name} ({told})" for pair in group]
         for a, b in ((a, b) for a in held for b in wanted if a is not b and (a, b) not in casts):
-            refused += [f"{pair.destination.spec.name} ({a.value} to {b.value})" for pair in group]
+            refused += [f"{', '.join(pair.names)} ({a.value} to {b.value})" for pair in group]
     if conflicts:
         raise PlanError(f"source replicas conflict in dtype: {_some(conflicts)}; which one is the truth is not known")
     if refused:
         raise PlanError(
             f"dtype changes that are not allowed: {_some(refused)}; pass them in allow_casts, or match the dtypes"
         )
+
+
+def _joined(pairs: Sequence[Pair]) -> list[Pair]:
+    """Pairs with those of one source tensor made one."""
+    by_source: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_source.setdefault(pair.source.spec.name, []).append(pair)
+    return [members[0] if len(members) == 1 else _join(members) for members in by_source.values()]
+
+
+def _join(pairs: Sequence[Pair]) -> Pair:
+    rows: list[Row] = []
+    storages: list[str] = []
+    names: list[str] = []
+    for pair in pairs:
+        entry, first = pair.destination, len(storages)
+        rows += [(*row[:3], row[3] + first, *row[4:]) for row in pattern_rows(entry.pattern)]
+        storages += entry.storages
+        names += [entry.spec.name] * len(entry.storages)
+    spec = pairs[0].destination.spec
+    joined = Entry(spec, pattern_from_rows(spec.shape, rows), tuple(storages))
+    return Pair(pairs[0].source, joined, tuple(names))
+
+
+def _is_ignored(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _sources_of(source: Layout, names: Sequence[str]) -> list[str]:
@@ -96,8 +141,7 @@ def _check_ambiguous(found: dict[str, list[str]]) -> None:
         told = [f"{name} <- {', '.join(sources)}" for name, sources in found.items()]
         raise PlanError(
             f"the destination ties tensors that the source holds separately: {_some(told)}; declare the tie "
-            f"in the source layout "
-            "(ties=), or leave all but one name out of it"
+            f"in the source layout (ties=), or pass all but one name in ignore="
         )
 
 

@@ -18,6 +18,7 @@ from reshard.plan_names import Casts, Pair, check_dtypes, expand_casts, match_na
 from reshard.planner_class import BoolArray, plan_class
 from reshard.planner_floor import FloorCounter
 from reshard.planner_hazards import check_no_hazards
+from reshard.planner_overlaps import check_no_overlaps
 from reshard.planner_sides import GeometryCache, Places, Side
 from reshard.planner_table import TableBuilder
 from reshard.topology import Topology
@@ -39,8 +40,8 @@ def make_plan(
     ``ranks`` limits the plan to what those send and receive, which equals their part of the whole plan. ``ignore``
     lists source tensors (names or shell patterns) that are not meant to travel.
 
-    Raises PlanError when names, shapes, ties or dtypes don't match, or the source holds a needed region nowhere;
-    LayoutError when the topology has no place for a rank.
+    Raises PlanError when names, shapes, ties or dtypes don't match, the source holds a needed region nowhere, or the
+    destination holds different elements at the same bytes; LayoutError when the topology has no place for a rank.
     """
     inputs = PlanInputs(
         source=source,
@@ -54,7 +55,10 @@ def make_plan(
 
 
 def invert(plan: Plan) -> Plan:
-    """The plan from the destination of ``plan`` back to its source; PlanError when the destination lacks a tensor."""
+    """The plan from the destination of ``plan`` back to its source; PlanError when the destination lacks a tensor.
+
+    What one tensor of the source fills, several of the destination's may hold: that of its own name goes back.
+    """
     inputs = plan.inputs
     return _plan(
         PlanInputs(
@@ -62,7 +66,7 @@ def invert(plan: Plan) -> Plan:
             destination=inputs.source,
             casts=frozenset((b, a) for a, b in inputs.casts),
             topology=inputs.topology,
-            ignore=(),
+            ignore=tuple(sorted(inputs.source.ties)),
             ranks=inputs.ranks,
         )
     )
@@ -82,6 +86,7 @@ def _plan(inputs: PlanInputs) -> Plan:
     pairs = match_names(source, destination, ignore=inputs.ignore)
     classes = _classes(pairs, scope)
     check_dtypes([group.pairs for group in classes], inputs.casts)
+    check_no_overlaps(destination, scope)
     places = Places.of(inputs.topology, all_ranks, source)
     builder = TableBuilder(same_memory=source.memory is not None and source.memory == destination.memory)
     by_rank = FloorCounter(np.arange(places.num_ranks))
@@ -140,7 +145,7 @@ class _Planner:
             destination = self._side(destinations, first.destination.pattern.place_key, first, of_source=False)
             gaps = _gaps(source, destination, geometry)
             if gaps:
-                lacking += [f"{pair.destination.spec.name}{gaps}" for pair in group.pairs]
+                lacking += [f"{name}{gaps}" for pair in group.pairs for name in pair.names]
             else:
                 self._add(group, source, destination, geometry)
         if lacking:
@@ -207,5 +212,5 @@ def _certificate(
     return Certificate(
         needed_bytes={rank: int(by_rank.needed_bytes[rank]) for rank in ranks.tolist()},
         held_bytes={rank: int(by_rank.held_bytes[rank]) for rank in ranks.tolist()},
-        node_floor_bytes={} if by_node is None else dict(enumerate(entered.tolist())),
+        node_floor_bytes={} if by_node is None else dict(zip(places.node_names, entered.tolist(), strict=True)),
     )

@@ -147,11 +147,18 @@ def _demand(source: Side, pieces: Pieces, rows: Rows, destination: Side, places:
     last = np.where(outside, source.ptr[atom + 1], last).astype(np.int64)
     in_team = outside & places.fan_out
     dtype = destination.pattern.dtypes[rows.dst[row]]
-    label = np.where(in_team, places.node[rank] * 256 + dtype, -1 - np.arange(len(row)))
-    member, team_size, team_first = _ordinals(piece, label)
+    if in_team.any():
+        label = np.where(in_team, places.node[rank] * 256 + dtype, -1 - np.arange(len(row)))
+        member, team_size, team_first = _ordinals(piece, label)
+    else:
+        member, team_size, team_first = _alone(len(row))
     is_head = (member == 0).astype(np.int64)
-    ordinal, group_size = _head_ordinals(is_head, team_first, first, last)
-    team, num_teams = _head_ordinals(is_head, team_first, places.node[rank], team_size)
+    ordinal, group_size, _ = _alone(len(row))
+    if (last - first > 1).any():
+        ordinal, group_size = _head_ordinals(is_head, team_first, first, last)
+    team, num_teams, _ = _alone(len(row))
+    if (team_size > 1).any():
+        team, num_teams = _head_ordinals(is_head, team_first, places.node[rank], team_size)
     partner = _partners(source, places, atom, rank, first, last, team_size == 1)
     return Demand(
         row, first, last - first, ordinal, group_size, team_first, team_size, member, team, num_teams, partner
@@ -170,16 +177,25 @@ def _partners(
     """Places of the near sources in each row's own replica, where all rows are alone and taking those is level; else
     -1.
     """
+    if (last - first <= 1).all():
+        return np.full(len(first), -1, np.int64)
     wanted = atom * (places.num_ranks + 1) + places.replica[rank]
     at = np.minimum(np.searchsorted(source.by_replica, wanted), len(source.by_replica) - 1)
     found = source.replica_at[at]
     fits = (source.by_replica[at] == wanted) & (found >= first) & (found < last)
+    if not fits.any():
+        return np.full(len(first), -1, np.int64)
     _, size, head = _ordinals(first, last)
     _, uses, _ = _ordinals(first, last, np.where(fits, found, -1))
     uneven = ~fits | ~alone | (uses * (last - first) != size)
     spoiled = np.zeros(len(first), np.bool_)
     np.logical_or.at(spoiled, head, uneven)
     return np.where(spoiled[head], -1, found)
+
+
+def _alone(num: int) -> tuple[IntArray, IntArray, IntArray]:
+    """``_ordinals`` of ``num`` elements that are all unlike, which sorting need not find out."""
+    return np.zeros(num, np.int64), np.ones(num, np.int64), np.arange(num, dtype=np.int64)
 
 
 def _ordinals(*keys: IntArray) -> tuple[IntArray, IntArray, IntArray]:

@@ -2,6 +2,8 @@
 path.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,18 +20,35 @@ class FloorCounter:
         num = int(receiver_of_rank.max(initial=-1)) + 1
         self.needed_bytes = np.zeros(num, np.int64)
         self.held_bytes = np.zeros(num, np.int64)
+        self._have: dict[bytes, Owned] = {}
+        self._want: dict[bytes, list[tuple[int, Owned, IntArray]]] = {}
 
     def add(self, source: Pattern, destination: Pattern, *, num_tensors: int) -> None:
         """Count ``num_tensors`` tensors of one class; the element types wanted are counted apart."""
         src_itemsize = ITEMSIZES[source.dtypes[0]]
-        have = _distinct(self._receiver[source.ranks], source.starts(), source.stops())
-        for code in np.unique(destination.dtypes).tolist():
-            chosen = destination.dtypes == code
-            receiver = self._receiver[destination.ranks[chosen]]
-            want = _distinct(receiver, destination.starts()[chosen], destination.stops()[chosen])
+        have = self._holders(source)
+        for code, want, numel in self._wanted(destination):
             each = num_tensors * int(min(src_itemsize, ITEMSIZES[code]))
-            self.needed_bytes += _union_volumes(want, len(self.needed_bytes)) * each
+            self.needed_bytes += numel * each
             self.held_bytes += _union_volumes(_overlaps(want, have), len(self.held_bytes)) * each
+
+    def _holders(self, source: Pattern) -> "Owned":
+        if source.place_key not in self._have:
+            owner = self._receiver[source.ranks]
+            self._have[source.place_key] = _distinct(owner, source.starts(), source.stops())
+        return self._have[source.place_key]
+
+    def _wanted(self, destination: Pattern) -> "list[tuple[int, Owned, IntArray]]":
+        """Per element type: what each receiver wants, and how many distinct elements those are."""
+        if destination.place_key not in self._want:
+            found = []
+            for code in np.unique(destination.dtypes).tolist():
+                chosen = destination.dtypes == code
+                owner = self._receiver[destination.ranks[chosen]]
+                want = _distinct(owner, destination.starts()[chosen], destination.stops()[chosen])
+                found.append((code, want, _union_volumes(want, len(self.needed_bytes))))
+            self._want[destination.place_key] = found
+        return self._want[destination.place_key]
 
 
 Owned = tuple[IntArray, IntArray, IntArray]
@@ -63,12 +82,14 @@ def _union_volumes(boxes: Owned, num: int) -> IntArray:
     total = np.zeros(num, np.int64)
     single = counts[owner] == 1
     total[owner[single]] = volumes(start[single], stop[single])
-    known: dict[bytes, int] = {}
     for several in np.flatnonzero(counts > 1).tolist():
         low = int(np.searchsorted(owner, several))
         chosen = slice(low, low + int(counts[several]))
-        key = start[chosen].tobytes() + stop[chosen].tobytes()
-        if key not in known:
-            known[key] = union_volume(start[chosen], stop[chosen])
-        total[several] = known[key]
+        total[several] = _union(start[chosen].tobytes(), stop[chosen].tobytes(), start.shape[1])
     return total
+
+
+@lru_cache(maxsize=4096)
+def _union(start: bytes, stop: bytes, ndim: int) -> int:
+    boxes = (np.frombuffer(side, np.int64).reshape(-1, ndim) for side in (start, stop))
+    return union_volume(*boxes)

@@ -16,8 +16,8 @@ from reshard.topology import Topology
 class Places:
     """Node and GPU of every rank below ``num_ranks``, GPUs numbered so that those of one node are adjacent.
 
-    ``replica`` numbers the ranks that hold the same regions of the source, each from 0: in a mesh, ranks with one
-    number are one data-parallel replica.
+    Nodes are numbered from 0; ``node_names`` are the topology's own numbers of them. ``replica`` numbers the ranks that
+    hold the same regions of the source, each from 0: in a mesh, ranks with one number are one data-parallel replica.
     """
 
     num_ranks: int
@@ -26,6 +26,7 @@ class Places:
     replica: IntArray
     shares_gpus: bool
     fan_out: bool
+    node_names: tuple[int, ...] = (0,)
 
     @classmethod
     def of(cls, topology: Topology | None, ranks: IntArray, source: Layout) -> "Places":
@@ -35,11 +36,12 @@ class Places:
         node, gpu = np.zeros(num, np.int64), np.arange(num, dtype=np.int64)
         if topology is None:
             return cls(num, node, gpu, replica, shares_gpus=False, fan_out=False)
-        node[ranks], gpu[ranks] = topology.nodes_of(ranks), topology.gpus_of(ranks)
-        _, dense_node = np.unique(node, return_inverse=True)
-        _, dense_gpu = np.unique(dense_node.astype(np.int64) * (gpu.max() + 1) + gpu, return_inverse=True)
+        names, node[ranks] = np.unique(topology.nodes_of(ranks), return_inverse=True)
+        gpu[ranks] = topology.gpus_of(ranks)
+        _, dense_gpu = np.unique(node * (gpu.max(initial=0) + 1) + gpu, return_inverse=True)
         shares = len(np.unique(dense_gpu[ranks])) < len(ranks)
-        return cls(num, dense_node.astype(np.int64), dense_gpu.astype(np.int64), replica, shares, topology.fan_out)
+        gpu = dense_gpu.astype(np.int64)
+        return cls(num, node, gpu, replica, shares, topology.fan_out, tuple(names.tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

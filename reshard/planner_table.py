@@ -32,6 +32,11 @@ class _SideEntries:
     pattern_of: IntArray
     storages: IntArray
 
+    def slots_of(self, tensor: IntArray, row: IntArray) -> IntArray:
+        """Slots of holdings, given by tensor and row of its pattern."""
+        found: IntArray = np.stack([pattern.slots for pattern in self.patterns])[self.pattern_of[tensor], row]
+        return found
+
     def stacked(self) -> tuple[IntArray, IntArray, IntArray]:
         """Slots, byte offsets [pattern, holding] and strides [pattern, holding, ndim]."""
         return (
@@ -54,8 +59,7 @@ class TableBuilder:
 
     def add(self, pairs: Sequence[Pair], copies: ClassCopies) -> None:
         """Append the copies of one class, whose pairs differ at most in addresses."""
-        first_name = len(self._names)
-        self._names += [pair.destination.spec.name for pair in pairs]
+        names = self._name_table(pairs)
         if not len(copies.tensor):
             return
         sources = self._side([pair.source for pair in pairs])
@@ -67,7 +71,23 @@ class TableBuilder:
             src = _choose(copies.hop > 0, passed_on, src)
         aliases = self._aliases(copies, src, dst)
         first_dtype = int(sources.patterns[0].dtypes[0])
-        self._parts.append(_columns(first_name + copies.tensor, copies, src, dst, aliases, first_dtype))
+        name_idx = names[copies.tensor, 0 if names.shape[1] == 1 else destinations.slots_of(copies.tensor, copies.dst)]
+        self._parts.append(_columns(name_idx, copies, src, dst, aliases, first_dtype))
+
+    def _name_table(self, pairs: Sequence[Pair]) -> IntArray:
+        """Name numbers per tensor and slot; one column where no tensor has several names."""
+        first = len(self._names)
+        if not any(pair.slot_names for pair in pairs):
+            self._names += [pair.destination.spec.name for pair in pairs]
+            return np.arange(first, len(self._names), dtype=np.int64)[:, None]
+        self._names += [name for pair in pairs for name in pair.names]
+        number = {name: first + index for index, name in enumerate(self._names[first:])}
+        width = max(len(pair.destination.storages) for pair in pairs)
+        rows = [
+            [number[pair.name_of(min(slot, len(pair.destination.storages) - 1))] for slot in range(width)]
+            for pair in pairs
+        ]
+        return np.array(rows, np.int64)
 
     def _side(self, entries: Sequence[Entry]) -> "_SideEntries":
         patterns = {entry.pattern.key: entry.pattern for entry in entries}

@@ -3,7 +3,7 @@
     python tests/break_planner.py [NUMBER ...]
 
 Every fault is a small edit of a copy of ``reshard``; the checkout is not touched. Exits with 1 when the tests let a
-fault pass.
+fault pass. The suite does the same, in ``tests/cpu/test_broken_planner.py``.
 """
 
 import os
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["tests/cpu/test_planner.py", "tests/cpu/test_plan_properties.py"]
+PLANNER = ("test_planner.py", "test_plan_properties.py")
+LAYOUTS = ("test_parallel_layout.py", "test_parallel_vllm.py", "test_parallel_fsdp.py")
 
 
 class Fault(NamedTuple):
@@ -24,6 +25,7 @@ class Fault(NamedTuple):
     module: str
     old: str
     new: str
+    tests: tuple[str, ...] = PLANNER
 
 
 FAULTS = [
@@ -100,6 +102,46 @@ FAULTS = [
         "return everything\n    touched",
         "return everything[:1]\n    touched",
     ),
+    Fault(
+        "a rank gets tied tensors once each",
+        "plan_names",
+        "pairs if len(used) == len(pairs) else _joined(pairs)",
+        "pairs",
+    ),
+    Fault(
+        "the certificate numbers nodes anew",
+        "planner",
+        "zip(places.node_names, entered.tolist(), strict=True)",
+        "enumerate(entered.tolist())",
+    ),
+    Fault(
+        "FSDP shards of tensor parallel ranks lie in rank order",
+        "parallel_layout",
+        'coordinates.get("tp", zeros) * self.num_fsdp + fsdp',
+        'fsdp * self.num_tp + coordinates.get("tp", zeros)',
+        LAYOUTS,
+    ),
+    Fault(
+        "FSDP cuts even chunks",
+        "parallel_cuts",
+        "max(math.ceil(self.num_rows / num_chunks), 1)",
+        "max(self.num_rows // num_chunks, 1)",
+        LAYOUTS,
+    ),
+    Fault(
+        "experts that are left over go to the last rank",
+        "parallel_cuts",
+        "early = further * (base + 1)",
+        "early = 0 * further",
+        LAYOUTS,
+    ),
+    Fault(
+        "fused queries, keys and values are not interleaved",
+        "parallel_cuts",
+        "first = group * group_rows + shift",
+        "first = group * rows + shift * groups",
+        LAYOUTS,
+    ),
 ]
 
 
@@ -117,7 +159,7 @@ def survives(fault: Fault) -> str | None:
             )
         path.write_text(text.replace(fault.old, fault.new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-        command += [str(ROOT / test) for test in TESTS]
+        command += ["--noconftest", "-m", "not slow", *(str(ROOT / "tests" / "cpu" / test) for test in fault.tests)]
         environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if result.returncode not in (0, 1):

@@ -1,8 +1,8 @@
 """Random pairs of layouts: meshes, uneven cuts, replicas, overlaps, fused storages, ties, dtypes, nodes.
 
 Hypothesis draws a size and a seed; everything else follows from the seed with ``random``, twenty times as fast as
-drawing each choice, so that CI sees tens of thousands of pairs. A failure is reproduced by its size and seed, small
-sizes first.
+drawing each choice. A failure is reproduced by its size and seed. ``small_cases`` draws every choice instead, so that
+Hypothesis can shrink what it finds. ``plan_sweep`` has pairs by the ten thousand.
 """
 
 import itertools
@@ -21,7 +21,7 @@ Boxes = list[tuple[int, Region]]
 @dataclass(frozen=True)
 class Case:
     size: int
-    seed: int
+    seed: int | None
     source: Layout
     destination: Layout
     topology: Topology | None
@@ -107,7 +107,10 @@ def topology(rng: random.Random, ranks: Sequence[int]) -> Topology | None:
 
 def make_case(size: int, seed: int) -> Case:
     """A source, a destination that wants the same tensors, and a topology; ``size`` bounds ranks and extents."""
-    rng = random.Random(seed)
+    return build_case(size, random.Random(seed), seed)
+
+
+def build_case(size: int, rng: random.Random, seed: int | None = None) -> Case:
     ranks = [sorted(rng.sample(range(size + 1), rng.randint(1, size + 1))) for _ in range(2)]
     shapes = [tuple(rng.randint(1, size) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 4))]
     shapes = [shape for shape in shapes for _ in range(rng.randint(1, 3))]
@@ -121,3 +124,7 @@ def make_case(size: int, seed: int) -> Case:
 
 def cases(max_size: int = 6) -> st.SearchStrategy[Case]:
     return st.builds(make_case, st.integers(1, max_size), st.integers(0, 2**48))
+
+
+def small_cases() -> st.SearchStrategy[Case]:
+    return st.builds(build_case, st.integers(1, 4), st.randoms(use_true_random=False))

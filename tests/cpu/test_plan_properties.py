@@ -1,9 +1,9 @@
 """The planner's promise, on random pairs of layouts, against the brute-force oracle."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections import Counter
 
+import plan_cases
+import plan_sweep
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -12,19 +12,22 @@ from reshard import Address, DType, Holding, Layout, Plan, Region, TensorSpec, T
 from reshard.plan_io import plan_from_bytes, plan_from_json, plan_to_bytes, plan_to_json
 from reshard.plan_oracle import faults_of
 
-_SPEC = importlib.util.spec_from_file_location("plan_cases", Path(__file__).parents[1] / "plan_cases.py")
-plan_cases = importlib.util.module_from_spec(_SPEC)
-sys.modules["plan_cases"] = plan_cases
-_SPEC.loader.exec_module(plan_cases)
-
+NUM_BATCHES = 132
+# At least so many pairs of each kind among those of NUM_BATCHES.
+FEWEST = {
+    **dict.fromkeys(("uneven", "replicated", "fused", "cast", "empty", "crossing"), 10_000),
+    **dict.fromkeys(("strided", "overlapping", "passed on"), 3_000),
+    **dict.fromkeys(("mixed", "tied", "like", "scalar", "in place"), 500),
+}
 # Seeds don't shrink to anything simpler, so a failing pair is reported as it was found, by its size and seed.
 relaxed = settings(
-    max_examples=500,
+    max_examples=200,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 brief = settings(relaxed, max_examples=40)
+shrinking = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
 
 
 def plan_of(case) -> Plan:
@@ -35,6 +38,31 @@ def plan_of(case) -> Plan:
 @given(plan_cases.cases())
 def test_labelled_elements_arrive_exactly_once_at_the_floor_from_the_nearest(case):
     assert faults_of(plan_of(case)) == []
+
+
+@shrinking
+@given(plan_cases.small_cases())
+def test_small_pairs_that_shrink_to_the_smallest_wrong_one(case):
+    assert faults_of(plan_of(case)) == []
+
+
+@pytest.mark.parametrize("seed", range(1000, 1004))
+def test_plans_of_many_tensors(seed):
+    assert faults_of(plan_sweep.make_batch(seed).plan()) == []
+
+
+@pytest.mark.slow
+def test_tens_of_thousands_of_pairs_of_layouts():
+    counted: Counter[str] = Counter()
+    distinct: set[bytes] = set()
+    for seed in range(NUM_BATCHES):
+        batch = plan_sweep.make_batch(seed)
+        plan = batch.plan()
+        assert faults_of(plan) == [], f"seed {seed}"
+        plan_sweep.count(batch, plan, counted, distinct)
+    assert set(counted) == set(plan_sweep.KINDS) == set(FEWEST)
+    assert len(distinct) >= 30_000
+    assert {kind: counted[kind] for kind, fewest in FEWEST.items() if counted[kind] < fewest} == {}
 
 
 @brief
@@ -121,7 +149,7 @@ def test_loads_are_level(num_sources, num_wanting, num_tensors, parts, nodes, se
 
 
 @pytest.mark.slow
-@settings(relaxed, max_examples=300)
+@settings(relaxed, max_examples=100)
 @given(plan_cases.cases(max_size=10))
 def test_many_larger_pairs(case):
     assert faults_of(plan_of(case)) == []
