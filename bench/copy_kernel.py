@@ -23,13 +23,15 @@ from reshard.table import CopyEntry, CopyTable, make_table, num_read_bytes, num_
 Ways = dict[str, Callable[[], object]]
 
 SWEEP: list[dict[str, int | bool]] = [
-    {"tile_vectors": tile_vectors, "vectors_in_flight": in_flight, "wide_casts": wide, "blocks_per_sm": blocks}
-    for tile_vectors in (1024, 4096, 16384)
-    for in_flight in (4, 8)
+    {"tile_vectors": 256 * in_flight * steps, "vectors_in_flight": in_flight, "wide_casts": wide}
+    for in_flight in (1, 2, 4)
+    for steps in (1, 2)
     for wide in (False, True)
-    for blocks in (0, 2)
 ]
-COPY_ENGINE_BYTES = (1 << 20, 8 << 20, 32 << 20, 128 << 20)
+SWEEP.append({"tile_vectors": 1024, "vectors_in_flight": 4, "blocks_per_sm": 2})
+NO_COPY_ENGINE = 0
+FAN_LAYERS = 7
+COPY_ENGINE_BYTES = (NO_COPY_ENGINE, 1 << 20, 8 << 20, 32 << 20, 128 << 20)
 
 
 def main() -> None:
@@ -47,6 +49,8 @@ def main() -> None:
             run_device(args.model or "7B", source, args.rounds, sweep=args.sweep)
             for source in (torch.float32, torch.bfloat16)
         ]
+        results += [run_fans(args.model or "7B", torch.float32, num, args.rounds) for num in (2, 4, 8)]
+        results += [run_fans(args.model or "7B", torch.bfloat16, 2, args.rounds)]
     else:
         results = [
             run_host(name, args.rounds, args.threads) for name in ([args.model] if args.model else ["135M", "0.5B"])
@@ -102,14 +106,16 @@ def device_ways(weights: Weights, table: CopyTable, *, sweep: bool) -> Ways:
     ways["reshard kernel in a graph"] = replayer(launcher(_C.DeviceTable(table)))
     options: list[dict[str, int | bool]] = SWEEP if sweep else []
     if weights.sources[0].dtype == torch.bfloat16:
-        options = [option for option in options if not option["wide_casts"]]
+        options = [option for option in options if not option.get("wide_casts")]
         ways |= {
-            f"copy engine from {size >> 20} MiB": launcher(_C.DeviceTable(table, copy_engine_min_bytes=size))
+            f"copy engine from {size >> 20} MiB" if size else "no copy engine": launcher(
+                _C.DeviceTable(table, copy_engine_min_bytes=size)
+            )
             for size in COPY_ENGINE_BYTES
         }
     for option in options:
         name = " ".join(f"{key}={int(value)}" for key, value in option.items())
-        ways[name] = launcher(_C.DeviceTable(table, **option))
+        ways[name] = launcher(_C.DeviceTable(table, copy_engine_min_bytes=NO_COPY_ENGINE, **option))
     if importlib.util.find_spec("triton"):
         from reshard.triton_copy import TritonTable
 
@@ -117,6 +123,30 @@ def device_ways(weights: Weights, table: CopyTable, *, sweep: bool) -> Ways:
     ways["torch copy_ per tensor"] = lambda: copy_each(weights)
     ways["torch _foreach_copy_"] = lambda: torch._foreach_copy_(weights.views, weights.sources)
     return ways
+
+
+def run_fans(model: str, source: torch.dtype, num_targets: int, rounds: int) -> dict[str, Any]:
+    """Time one read for ``num_targets`` destinations beside a read for each of them, some of ``model``'s layers."""
+    weights = make_weights(model, source=source, destination=torch.bfloat16, device="cuda", num_layers=FAN_LAYERS)
+    more = [[torch.zeros_like(view) for view in weights.views] for _ in range(num_targets - 1)]
+    entries = [
+        CopyEntry.from_tensors(view, src)
+        for views in (weights.views, *more)
+        for view, src in zip(views, weights.sources, strict=True)
+    ]
+    fanned, single = make_table(entries), make_table(entries, max_targets=1)
+    num_bytes = num_read_bytes(fanned) + num_written_bytes(fanned)
+    print(f"{model}, {FAN_LAYERS} layers, {source} -> {num_targets} x torch.bfloat16: {num_bytes / 1e9:.2f} GB read once and written")
+    ways = {
+        "one read for all": launcher(_C.DeviceTable(fanned)),
+        "a read for each": launcher(_C.DeviceTable(single, copy_engine_min_bytes=NO_COPY_ENGINE)),
+    }
+    check_all(ways, weights)
+    for views in more:
+        Weights(weights.sources, views).check()
+    seconds = device_seconds(ways, rounds) | floor_seconds(torch.bfloat16, num_bytes, rounds)
+    rows = report(seconds, num_bytes, summary(seconds["plain copy of as many bytes"])["median"])
+    return {"model": model, "source": str(source), "num_targets": num_targets, "bytes": num_bytes, "ways": rows}
 
 
 def launcher(table: _C.DeviceTable) -> Callable[[], None]:

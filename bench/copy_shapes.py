@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,10 +77,13 @@ class Weights:
             assert torch.equal(view, source.to(view.dtype)), f"source {idx} of shape {tuple(source.shape)} differs"
 
 
-def make_weights(name: str, *, source: torch.dtype, destination: torch.dtype, device: str) -> Weights:
-    """Allocate both sides of the model called ``name``."""
+def make_weights(
+    name: str, *, source: torch.dtype, destination: torch.dtype, device: str, num_layers: int | None = None
+) -> Weights:
+    """Allocate both sides of the model called ``name``, or of its first ``num_layers`` layers and the rest."""
+    model = MODELS[name] if num_layers is None else replace(MODELS[name], num_layers=num_layers)
     sources, views = [], []
-    for shape, rows in fused_shapes(MODELS[name]):
+    for shape, rows in fused_shapes(model):
         fused = torch.zeros(shape, dtype=destination, device=device)
         views += fused.split(rows)
         sources += [torch.zeros(num_rows, shape[1], dtype=source, device=device) for num_rows in rows]

@@ -48,6 +48,7 @@ COPY_RECORD = np.dtype(
 
 CopyTable = npt.NDArray[np.void]
 Integers = npt.NDArray[np.int64]
+_Columns = tuple[Integers, Integers, Integers, Integers, Integers, Integers, Integers, Integers]
 _FIELDS = operator.attrgetter("src", "dst", "shape", "src_strides", "dst_strides", "src_dtype", "dst_dtype")
 _CODES = {dtype: dtype.code for dtype in DType}
 _ITEMSIZES = np.array(ITEMSIZE_BY_CODE, dtype=np.int64)
@@ -173,7 +174,7 @@ def _check_entry(entry: CopyEntry) -> None:
         )
 
 
-def _columns(entries: Sequence[CopyEntry]) -> tuple[Integers, ...]:
+def _columns(entries: Sequence[CopyEntry]) -> _Columns:
     """The entries as ``_C.build_table`` takes them; PlanError for the first that is wrong."""
     fields: list[Sequence[Any]] = list(zip(*map(_FIELDS, entries), strict=True)) or [()] * 7
     num_dims, *num_strides = (_integers(map(len, fields[idx])) for idx in (2, 3, 4))
@@ -191,7 +192,7 @@ def _columns(entries: Sequence[CopyEntry]) -> tuple[Integers, ...]:
     wrong |= ~is_empty & ((src <= 0) | (dst <= 0))
     wrong[owners[(extents < 0) | (src_strides < 0) | (dst_strides < 0)]] = True
     for idx in np.flatnonzero(wrong):
-        _check_entry(entries[idx])
+        _check_entry(entries[int(idx)])
     return src, dst, first_dims, extents, src_strides, dst_strides, src_dtypes, dst_dtypes
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from reshard import _C
 from reshard.errors import PlanError
-from reshard.table import COPY_RECORD, CopyTable
+from reshard.table import MAX_TARGETS, CopyTable, Integers
 from reshard.triton_kernels import box_kernel, row_kernel
 
 BLOCK = 1024
@@ -27,14 +27,15 @@ _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What the records of one launch have in common."""
+    """What the fans of one launch have in common; as integers, in the order of ``_kinds_of``."""
 
-    by_rows: bool
-    aligned: bool
+    by_rows: int
+    aligned: int
     src_code: int
     dst_code: int
     src_itemsize: int
     dst_itemsize: int
+    num_targets: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,20 @@ class TritonTable:
     def __init__(self, table: CopyTable, *, device: torch.device | str) -> None:
         _C.check_records(table)
         words = _in_words(table)
-        kinds = [_kind_of(row) for row in words]
+        heads = _heads(words)
+        kinds, kind_of_fan = np.unique(_kinds_of(words, heads), axis=0, return_inverse=True)
         self._launches: list[_Launch] = []
-        for kind in dict.fromkeys(kinds):
-            chosen = words[[other == kind for other in kinds]]
-            records = torch.from_numpy(chosen.view(np.int64).reshape(-1, 16).copy()).to(device)
-            tiles = torch.from_numpy(_tiles(chosen, by_rows=kind.by_rows)).to(device)
+        for idx, row in enumerate(kinds):
+            kind = _Kind(*row.tolist())
+            chosen = heads[kind_of_fan.reshape(-1) == idx]
+            members = (chosen[:, None] + np.arange(kind.num_targets)).reshape(-1)
+            records = torch.from_numpy(words[members].view(np.int64).reshape(-1, 16).copy()).to(device)
+            tiles = torch.from_numpy(_tiles(words[chosen], by_rows=bool(kind.by_rows))).to(device)
             self._launches.append(_Launch(kind, records, tiles))
 
     @property
     def num_launches(self) -> int:
-        """Kernel launches of one run: one per pair of element types."""
+        """Kernel launches of one run: one per pair of element types, kind of rows and number of targets."""
         return len(self._launches)
 
     @property
@@ -91,90 +95,106 @@ class TritonTable:
                 DST_WORD=_WORDS[kind.dst_itemsize],
                 SRC_CODE=kind.src_code,
                 DST_CODE=kind.dst_code,
-                ALIGNED=kind.aligned,
+                ALIGNED=bool(kind.aligned),
+                NUM_TARGETS=kind.num_targets,
                 BLOCK=BLOCK,
                 BLOCKS_PER_TILE=BLOCKS_PER_TILE,
             )
 
 
-def _kind_of(row: np.void) -> _Kind:
-    src_itemsize, dst_itemsize = int(row["src_itemsize"]), int(row["dst_itemsize"])
-    is_cast = row["src_dtype"] != row["dst_dtype"]
-    is_run = int(row["src_strides"][3]) == src_itemsize and int(row["dst_strides"][3]) == dst_itemsize
-    by_rows = is_run and int(row["extents"][3]) >= MIN_ROW
-    return _Kind(
-        by_rows=by_rows,
-        aligned=by_rows and not (_row_bits(row, "src") | _row_bits(row, "dst")) % 16,
-        src_code=int(row["src_dtype"]) if is_cast else 0,
-        dst_code=int(row["dst_dtype"]) if is_cast else 0,
-        src_itemsize=src_itemsize,
-        dst_itemsize=dst_itemsize,
-    )
+def _heads(table: CopyTable) -> Integers:
+    """The positions of the records that follow no other."""
+    is_head = np.ones(len(table), dtype=bool)
+    followers = table["num_followers"].astype(np.int64)
+    for distance in range(1, MAX_TARGETS):
+        is_head[np.flatnonzero(followers >= distance) + distance] = False
+    return np.flatnonzero(is_head)
 
 
-def _row_bits(row: np.void, side: str) -> int:
-    """The bits of the address and of the strides between rows, of one side."""
-    bits = int(row[side])
-    for extent, stride in zip(row["extents"][:3], row[f"{side}_strides"][:3], strict=True):
-        bits |= int(stride) if extent > 1 else 0
-    return bits
+def _over_fans(bits: Integers, heads: Integers) -> Integers:
+    """For every record the bits of all members of its fan."""
+    joined = np.bitwise_or.reduceat(bits, heads) if len(heads) else bits
+    return np.repeat(joined, np.diff(np.append(heads, len(bits))))
 
 
-def _tiles(records: CopyTable, *, by_rows: bool) -> npt.NDArray[np.int64]:
-    """Tiles of all records, int64 ``[num_tiles, 3]``: the record's index, a row (0 unless by rows), a first element."""
+def _row_bits(table: CopyTable, side: str) -> Integers:
+    """The bits of the addresses and of the strides between rows, of one side."""
+    strides = np.where(table["extents"][:, :3] > 1, table[f"{side}_strides"][:, :3], 0)
+    return np.bitwise_or.reduce(strides, axis=1) | table[side].astype(np.int64)
+
+
+def _is_run(table: CopyTable) -> npt.NDArray[np.bool_]:
+    src_is_run = table["src_strides"][:, 3] == table["src_itemsize"]
+    found: npt.NDArray[np.bool_] = src_is_run & (table["dst_strides"][:, 3] == table["dst_itemsize"])
+    return found
+
+
+def _kinds_of(table: CopyTable, heads: Integers) -> Integers:
+    """One row of integers a fan: the fields of ``_Kind``."""
+    bits = _over_fans(_row_bits(table, "src") | _row_bits(table, "dst") | np.where(_is_run(table), 0, 1), heads)
+    fans = table[heads]
+    is_cast = fans["src_dtype"] != fans["dst_dtype"]
+    by_rows = (_over_fans((~_is_run(table)).astype(np.int64), heads)[heads] == 0) & (fans["extents"][:, 3] >= MIN_ROW)
+    columns = [
+        by_rows,
+        by_rows & (bits[heads] % 16 == 0),
+        np.where(is_cast, fans["src_dtype"], 0),
+        np.where(is_cast, fans["dst_dtype"], 0),
+        fans["src_itemsize"],
+        fans["dst_itemsize"],
+        1 + fans["num_followers"].astype(np.int64),
+    ]
+    return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)
+
+
+def _tiles(fans: CopyTable, *, by_rows: bool) -> Integers:
+    """Tiles of all fans, int64 ``[num_tiles, 3]``: the fan's index, a row (0 unless by rows), a first element."""
     per_tile = BLOCK * BLOCKS_PER_TILE
-    lengths = records["extents"][:, 3] if by_rows else records["extents"].prod(axis=1)
+    lengths = fans["extents"][:, 3] if by_rows else fans["extents"].prod(axis=1)
     per_row = -(-lengths // per_tile)
-    counts = per_row * (records["extents"][:, :3].prod(axis=1) if by_rows else 1)
-    owners = np.repeat(np.arange(len(records)), counts)
+    counts = per_row * (fans["extents"][:, :3].prod(axis=1) if by_rows else 1)
+    owners = np.repeat(np.arange(len(fans)), counts)
     within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
     return np.stack([owners, within // per_row[owners], within % per_row[owners] * per_tile], axis=1).astype(np.int64)
 
 
 def _in_words(table: CopyTable) -> CopyTable:
     """The same copies with words of 1, 2, 4 or 8 bytes as elements; runs of one type as the widest words that fit."""
-    rows: list[CopyTable] = []
-    for row in table:
-        if row["src_dtype"] == row["dst_dtype"]:
-            rows.append(_same_type_in_words(row))
-        elif _common_alignment(row, "src", int(row["src_itemsize"])) and _common_alignment(
-            row, "dst", int(row["dst_itemsize"])
-        ):
-            rows.append(np.array([row], dtype=COPY_RECORD))
-        else:
+    heads = _heads(table)
+    is_cast = table["src_dtype"] != table["dst_dtype"]
+    _refuse_misaligned(table[is_cast])
+    itemsize = table["src_itemsize"].astype(np.int64)
+    runs = _over_fans((~_is_run(table)).astype(np.int64), heads) == 0
+    bits = _row_bits(table, "src") | _row_bits(table, "dst")
+    bits |= np.where(runs, table["extents"][:, 3] * itemsize, itemsize)
+    bits |= np.where(runs, 0, table["src_strides"][:, 3] | table["dst_strides"][:, 3])
+    bits = _over_fans(bits, heads)
+    word = np.where(is_cast, itemsize, np.minimum(8, bits & -bits))
+    made = table.copy()
+    widened = ~is_cast & runs
+    made["extents"][widened, 3] = (table["extents"][:, 3] * itemsize // word)[widened]
+    for side in ("src", "dst"):
+        made[f"{side}_strides"][widened, 3] = word[widened]
+        made[f"{side}_itemsize"][~is_cast] = word[~is_cast]
+    return _split_items(made, np.where(runs, 1, itemsize // word))
+
+
+def _refuse_misaligned(casts: CopyTable) -> None:
+    for side in ("src", "dst"):
+        bits = np.bitwise_or.reduce(casts[f"{side}_strides"], axis=1) | casts[side].astype(np.int64)
+        if (bits % casts[f"{side}_itemsize"]).any():
             raise PlanError(
                 "a Triton copy can't cast elements that are not aligned to their own size; copy them on the host"
             )
-    return np.concatenate(rows) if rows else table
 
 
-def _same_type_in_words(row: np.void) -> CopyTable:
-    itemsize = int(row["src_itemsize"])
-    is_run = int(row["src_strides"][3]) == itemsize == int(row["dst_strides"][3])
-    bits = int(row["extents"][3]) * itemsize if is_run else itemsize
-    bits |= _row_bits(row, "src") | _row_bits(row, "dst")
-    if not is_run:
-        bits |= int(row["src_strides"][3]) | int(row["dst_strides"][3])
-    word = min(8, bits & -bits)
-    if not is_run and word < itemsize:
-        return _split_items(row, word)
-    made = np.array([row], dtype=COPY_RECORD)
-    if is_run:
-        made["extents"][0, 3] = int(row["extents"][3]) * itemsize // word
-        made["src_strides"][0, 3] = made["dst_strides"][0, 3] = word
-    made["src_itemsize"] = made["dst_itemsize"] = word
+def _split_items(table: CopyTable, num_words: Integers) -> CopyTable:
+    """One record per word of an item, for items of no word's size at strides of their own; these leave their fans."""
+    if not (num_words > 1).any():
+        return table
+    made = np.repeat(table, num_words)
+    word = np.arange(len(made)) - np.repeat(np.cumsum(num_words) - num_words, num_words)
+    for side in ("src", "dst"):
+        made[side] += (word * made[f"{side}_itemsize"]).astype(np.uint64)
+    made["num_followers"][np.repeat(num_words > 1, num_words)] = 0
     return made
-
-
-def _split_items(row: np.void, word: int) -> CopyTable:
-    """One record per word of an item, for items of no word's size at strides of their own."""
-    words = int(row["src_itemsize"]) // word
-    made = np.repeat(np.array([row], dtype=COPY_RECORD), words)
-    for name in ("src", "dst"):
-        made[name] += (np.arange(words) * word).astype(np.uint64)
-    made["src_itemsize"] = made["dst_itemsize"] = word
-    return made
-
-
-def _common_alignment(row: np.void, side: str, size: int) -> bool:
-    return not (int(row[side]) % size or any(int(stride) % size for stride in row[f"{side}_strides"]))

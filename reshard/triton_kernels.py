@@ -1,7 +1,8 @@
 """The Triton kernels of ``reshard.triton_copy``: one copies boxes element by element, one copies contiguous rows.
 
-``records`` is the copy table as 64-bit integers, 16 a record; ``tiles`` has three integers a tile: the record's index,
-a row, a first element. Words are bits: casts are integer arithmetic, the same on a device and under the interpreter.
+``records`` is the copy table as 64-bit integers, 16 a record, NUM_TARGETS records side by side for every fan; ``tiles``
+has three integers a tile: the fan's index, a row, a first element. Words are bits: casts are integer arithmetic, the
+same on a device and under the interpreter.
 """
 
 # Triton gives its kernels' parameters their types at compile time.
@@ -11,12 +12,13 @@ import triton
 import triton.language as tl
 
 # Words of a record, as 64-bit integers.
-_SRC, _DST, _EXTENTS, _SRC_STRIDES, _DST_STRIDES = (
+_SRC, _DST, _EXTENTS, _SRC_STRIDES, _DST_STRIDES, _RECORD = (
     tl.constexpr(0),
     tl.constexpr(1),
     tl.constexpr(2),
     tl.constexpr(6),
     tl.constexpr(10),
+    tl.constexpr(16),
 )
 
 
@@ -95,6 +97,12 @@ def _row_offset(row, record, STRIDES: tl.constexpr):
 
 
 @triton.jit
+def _row_of_target(record, row, DST_WORD: tl.constexpr):
+    """Pointer to the first element of a record's destination row."""
+    return (tl.load(record + _DST) + _row_offset(row, record, _DST_STRIDES)).to(tl.pointer_type(DST_WORD))
+
+
+@triton.jit
 def box_kernel(
     records,
     tiles,
@@ -103,12 +111,13 @@ def box_kernel(
     SRC_CODE: tl.constexpr,
     DST_CODE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    NUM_TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_PER_TILE: tl.constexpr,
 ):
     """One tile: consecutive elements of one record, each with an address of its own."""
     tile = tl.program_id(0).to(tl.int64)
-    record = records + tl.load(tiles + 3 * tile) * 16
+    record = records + tl.load(tiles + 3 * tile) * (_RECORD * NUM_TARGETS)
     first = tl.load(tiles + 3 * tile + 2)
     extent1 = tl.load(record + _EXTENTS + 1)
     extent2 = tl.load(record + _EXTENTS + 2)
@@ -119,12 +128,14 @@ def box_kernel(
         row = element // extent3
         index3 = element - row * extent3
         src_at = tl.load(record + _SRC) + _row_offset(row, record, _SRC_STRIDES)
-        dst_at = tl.load(record + _DST) + _row_offset(row, record, _DST_STRIDES)
         src_at += index3 * tl.load(record + _SRC_STRIDES + 3)
-        dst_at += index3 * tl.load(record + _DST_STRIDES + 3)
         inside = element < count
-        bits = tl.load(src_at.to(tl.pointer_type(SRC_WORD)), mask=inside)
-        tl.store(dst_at.to(tl.pointer_type(DST_WORD)), _cast(bits, SRC_CODE, DST_CODE, DST_WORD), mask=inside)
+        bits = _cast(tl.load(src_at.to(tl.pointer_type(SRC_WORD)), mask=inside), SRC_CODE, DST_CODE, DST_WORD)
+        for target in tl.static_range(NUM_TARGETS):
+            other = record + target * _RECORD
+            dst_at = tl.load(other + _DST) + _row_offset(row, other, _DST_STRIDES)
+            dst_at += index3 * tl.load(other + _DST_STRIDES + 3)
+            tl.store(dst_at.to(tl.pointer_type(DST_WORD)), bits, mask=inside)
 
 
 @triton.jit
@@ -136,17 +147,18 @@ def row_kernel(
     SRC_CODE: tl.constexpr,
     DST_CODE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    NUM_TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_PER_TILE: tl.constexpr,
 ):
     """One tile: a segment of one contiguous row; where ALIGNED, rows begin at multiples of 16 bytes on both sides."""
     tile = tl.program_id(0).to(tl.int64)
-    record = records + tl.load(tiles + 3 * tile) * 16
+    record = records + tl.load(tiles + 3 * tile) * (_RECORD * NUM_TARGETS)
     row = tl.load(tiles + 3 * tile + 1)
     first = tl.load(tiles + 3 * tile + 2)
     extent3 = tl.load(record + _EXTENTS + 3)
     src = (tl.load(record + _SRC) + _row_offset(row, record, _SRC_STRIDES)).to(tl.pointer_type(SRC_WORD)) + first
-    dst = (tl.load(record + _DST) + _row_offset(row, record, _DST_STRIDES)).to(tl.pointer_type(DST_WORD)) + first
+    dst = _row_of_target(record, row, DST_WORD) + first
     if first + BLOCK * BLOCKS_PER_TILE <= extent3:
         for block in range(BLOCKS_PER_TILE):
             column = block * BLOCK + tl.arange(0, BLOCK)
@@ -155,10 +167,19 @@ def row_kernel(
             if ALIGNED:
                 sources = tl.multiple_of(sources, 16)
                 targets = tl.multiple_of(targets, 16)
-            tl.store(targets, _cast(tl.load(sources), SRC_CODE, DST_CODE, DST_WORD))
+            bits = _cast(tl.load(sources), SRC_CODE, DST_CODE, DST_WORD)
+            tl.store(targets, bits)
+            for target in tl.static_range(1, NUM_TARGETS):
+                targets = _row_of_target(record + target * _RECORD, row, DST_WORD) + first + column
+                if ALIGNED:
+                    targets = tl.multiple_of(targets, 16)
+                tl.store(targets, bits)
     else:
         for block in range(BLOCKS_PER_TILE):
             column = block * BLOCK + tl.arange(0, BLOCK)
             inside = first + column < extent3
-            bits = tl.load(src + column, mask=inside)
-            tl.store(dst + column, _cast(bits, SRC_CODE, DST_CODE, DST_WORD), mask=inside)
+            bits = _cast(tl.load(src + column, mask=inside), SRC_CODE, DST_CODE, DST_WORD)
+            tl.store(dst + column, bits, mask=inside)
+            for target in tl.static_range(1, NUM_TARGETS):
+                targets = _row_of_target(record + target * _RECORD, row, DST_WORD) + first + column
+                tl.store(targets, bits, mask=inside)

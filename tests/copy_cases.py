@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -81,15 +81,31 @@ def cases(draw: st.DrawFn, *, max_numel: int = 20_000, max_dims: int = 6) -> Cas
     )
 
 
+@st.composite
+def fans(draw: st.DrawFn, *, max_numel: int = 5000) -> list[Case]:
+    """One source box to several destinations, some of them laid out alike, so that a table gathers those."""
+    first = draw(cases(max_numel=max_numel))
+    specs = [first]
+    for _ in range(draw(st.integers(1, 10))):
+        if draw(st.integers(0, 2)) == 0:
+            dst = draw(sides(first.shape, first.dst_dtype.itemsize, is_source=False))
+        else:
+            dst = draw(st.sampled_from(specs)).dst
+        specs.append(replace(first, dst=dst))
+    return specs
+
+
 def labelled(num_bytes: int, *, seed: int) -> torch.Tensor:
     """Bytes in which every 16-bit word of a run of 65,536 differs, so that a misplaced element shows."""
     words = (np.arange(num_bytes // 2 + 1, dtype=np.uint64) * 40503 + seed).astype(np.uint16)
     return torch.from_numpy(words.view(np.uint8)[:num_bytes].copy())
 
 
-def build(specs: Sequence[Case], *, device: str = "cpu") -> Built:
-    """Allocate and label both sides of every case, and make their table."""
+def build(specs: Sequence[Case], *, device: str = "cpu", one_source: bool = False) -> Built:
+    """Allocate and label both sides of every case, and make their table; with ``one_source`` all read the first's."""
     src_buffers = [labelled(case.src.num_bytes, seed=i).to(device) for i, case in enumerate(specs)]
+    if one_source:
+        src_buffers = [src_buffers[0]] * len(specs)
     dst_buffers = [labelled(case.dst.num_bytes, seed=77 + i).to(device) for i, case in enumerate(specs)]
     entries = [
         CopyEntry(
@@ -106,11 +122,13 @@ def build(specs: Sequence[Case], *, device: str = "cpu") -> Built:
     return Built(src_buffers, dst_buffers, make_table(entries))
 
 
-def assert_same_as_oracle(specs: Sequence[Case], run: Callable[[CopyTable], object], *, device: str = "cpu") -> None:
+def assert_same_as_oracle(
+    specs: Sequence[Case], run: Callable[[CopyTable], object], *, device: str = "cpu", one_source: bool = False
+) -> None:
     """Run a table through ``run`` on ``device`` and through the oracle: all bytes of all buffers must agree."""
-    expected = build(specs)
+    expected = build(specs, one_source=one_source)
     copy_reference(expected.table)
-    found = build(specs, device=device)
+    found = build(specs, device=device, one_source=one_source)
     run(found.table)
     for i, case in enumerate(specs):
         assert_same_bytes(found.dst_buffers[i].cpu(), expected.dst_buffers[i], what=f"destination of {case}")

@@ -8,6 +8,7 @@ allocation of its own, so that an access past its end is seen.
 """
 
 import random
+from dataclasses import replace
 
 import torch
 from copy_cases import PAIRS, SAME, Case, Side, assert_same_as_oracle, assert_same_bytes
@@ -47,6 +48,16 @@ def copy_cases() -> list[Case]:
     ]
 
 
+def fan_cases() -> list[list[Case]]:
+    """One source to five destinations, three of them alike, for some dtype pairs and shapes."""
+    rng = random.Random(2)
+    found = []
+    for case in copy_cases()[::4]:
+        sides = [random_side(rng, case.shape, case.dst_dtype.itemsize) for _ in range(2)]
+        found.append([replace(case, dst=side) for side in (case.dst, case.dst, *sides, case.dst)])
+    return found
+
+
 def run(table, **options) -> None:
     """Launch the copy and both checksums, which must agree."""
     device_table = _C.DeviceTable(table, **options)
@@ -78,15 +89,19 @@ def main() -> None:
     cases = copy_cases()
     for options in (
         {},
-        {"tile_vectors": 16, "vectors_in_flight": 8, "wide_casts": True},
+        {"tile_vectors": 16, "vectors_in_flight": 4, "wide_casts": False},
+        {"vectors_in_flight": 1, "blocks_per_sm": 1},
         {"copy_engine_min_bytes": 64},
     ):
         assert_same_as_oracle(cases, lambda table, chosen=options: run(table, **chosen), device="cuda")
-    for rows, columns in ((1, 1), (5, 12), (128, 128), (130, 260), (257, 131)):
+    for fan in fan_cases():
+        assert_same_as_oracle(fan, run, device="cuda", one_source=True)
+    sizes = ((1, 1), (5, 12), (128, 128), (130, 260), (257, 131), (3, 18944), (2, 30000))
+    for rows, columns in sizes:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for mode in ("blocks", "rows"):
                 quantise(rows, columns, dtype, mode)
-    print(f"{len(cases)} copies and 30 quantised matrices: equal")
+    print(f"{len(cases)} copies, {len(fan_cases())} fans and {6 * len(sizes)} quantised matrices: equal")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Checks of ``reshard.triton_copy`` on host memory; run with TRITON_INTERPRET=1, which Triton reads once at import."""
 
 import torch
-from copy_cases import PAIRS, assert_same_as_oracle, assert_same_bytes, cases, every_half_pattern, rounding_edges
+from copy_cases import PAIRS, assert_same_as_oracle, assert_same_bytes, cases, every_half_pattern, fans, rounding_edges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,12 @@ def run(table) -> None:
 @given(st.lists(cases(max_numel=2000), min_size=1, max_size=3))
 def random_copies(specs) -> None:
     assert_same_as_oracle(specs, run)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(fans(max_numel=1500))
+def random_fans(specs) -> None:
+    assert_same_as_oracle(specs, run, one_source=True)
 
 
 def rounding(src_dtype: torch.dtype, dst_dtype: torch.dtype) -> None:
@@ -56,5 +62,7 @@ if __name__ == "__main__":
     print("every rounding edge: equal")
     random_copies()
     print("random copies: equal")
+    random_fans()
+    print("random fans: equal")
     odd_items_and_refusals()
     print("odd items and refusals: as documented")

@@ -18,3 +18,4 @@ def test_the_interpreted_kernel_equals_the_oracle():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every rounding edge: equal" in done.stdout
     assert "random copies: equal" in done.stdout
+    assert "random fans: equal" in done.stdout

@@ -11,6 +11,7 @@ from copy_cases import (
     build,
     cases,
     every_half_pattern,
+    fans,
     rounding_edges,
 )
 from hypothesis import HealthCheck, given, settings
@@ -30,8 +31,8 @@ pytestmark = [
 TORCH = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 OPTIONS = [
     {},
-    {"tile_vectors": 64, "vectors_in_flight": 8},
-    {"wide_casts": True, "blocks_per_sm": 1},
+    {"tile_vectors": 64, "vectors_in_flight": 4},
+    {"wide_casts": False, "blocks_per_sm": 1, "vectors_in_flight": 1},
     {"tile_vectors": 1000, "copy_engine_min_bytes": 64},
 ]
 
@@ -57,6 +58,35 @@ def device_sums(device_table, *, of_destination: bool) -> list[int]:
 @given(specs=st.lists(cases(), min_size=1, max_size=4))
 def test_random_strided_copies_equal_the_oracle(specs, options):
     assert_same_as_oracle(specs, lambda table: run_on_device(table, **options), device="cuda")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(specs=fans())
+def test_random_fans_equal_the_oracle(specs, options):
+    assert_same_as_oracle(specs, lambda table: run_on_device(table, **options), device="cuda", one_source=True)
+
+
+@pytest.mark.parametrize("num_targets", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"), [(DType.FLOAT32, DType.BFLOAT16), (DType.BFLOAT16, DType.BFLOAT16)]
+)
+def test_large_fans(src_dtype: DType, dst_dtype: DType, num_targets: int):
+    """Matrices into plain ones and into columns of wider ones, all from one read, with checksums of every target."""
+    src = (torch.arange(2000 * 1536, dtype=torch.int32) * 40503).view(torch.float32).to(TORCH[src_dtype])
+    src = src.view(2000, 1536).cuda()
+    wide = [torch.zeros(2000, 1536 + 8 * (i % 3), dtype=TORCH[dst_dtype], device="cuda") for i in range(num_targets)]
+    table = make_table(CopyEntry.from_tensors(dst[:, :1536], src) for dst in wide)
+    assert table["num_followers"].tolist() == [num_targets - 1, *[0] * (num_targets - 1)]
+    device_table = _C.DeviceTable(table)
+    expected_sums = device_sums(device_table, of_destination=False)
+    device_table.launch(torch.cuda.current_stream().cuda_stream)
+    assert device_sums(device_table, of_destination=True) == expected_sums
+    assert len(set(expected_sums)) == 1
+    expected = cast_reference(src.cpu(), TORCH[dst_dtype])
+    for dst in wide:
+        assert_same_bytes(dst[:, :1536].cpu(), expected, what="target")
+        assert not dst[:, 1536:].any()
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -169,7 +199,7 @@ def test_a_checksum_sees_one_changed_bit():
 
 def test_options_and_tables_are_checked():
     table = make_table([CopyEntry.from_tensors(torch.zeros(4, device="cuda"), torch.ones(4, device="cuda"))])
-    with pytest.raises(ValueError, match="vectors_in_flight must be 4 or 8"):
+    with pytest.raises(ValueError, match="vectors_in_flight must be 1, 2 or 4"):
         _C.DeviceTable(table, vectors_in_flight=3)
     with pytest.raises(ValueError, match="blocks_per_sm must be 0"):
         _C.DeviceTable(table, blocks_per_sm=-1)

@@ -65,7 +65,7 @@ def test_blocks_equal_the_engines_formula_as_torch_runs_it_here():
 
 @pytest.mark.parametrize("mode", ["blocks", "rows"])
 def test_against_vllm_itself(mode: str):
-    pytest.importorskip("vllm", reason="needs vllm")
+    pytest.importorskip("vllm.utils", reason="needs vllm")
     weight = (torch.randn(768, 1024, generator=torch.Generator().manual_seed(6)) * 0.03).bfloat16().cuda()
     dst, scale = quantized(weight, mode)
     if mode == "blocks":
@@ -93,9 +93,45 @@ def test_rounding_edges_at_a_scale_of_one(mode: str):
     assert_same_bytes(dst, expected, what="values")
 
 
+@pytest.mark.parametrize("mode", ["blocks", "rows"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(130, 8), (5, 64), (3, 520), (37, 3584), (130, 8192), (5, 18944), (3, 30000), (2, 60000)]
+)
+def test_every_size_class_of_rows_and_blocks(shape: tuple[int, int], dtype: torch.dtype, mode: str):
+    """Several rows a block of threads, one row, rows beyond what shared memory holds; two exponents a row."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(shape[1]))
+    values[:, ::7] *= 2.0 ** torch.arange(shape[0])[:, None].remainder(19).sub(9)
+    values = values.to(dtype)
+    dst, scale = quantized(values.cuda(), mode)
+    expected, expected_scale = quantize_reference(values, mode=mode)
+    assert_same_bytes(scale, expected_scale, what="scales")
+    assert_same_bytes(dst, expected, what="values")
+
+
+@pytest.mark.parametrize("through_bf16", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["blocks", "rows"])
+def test_infinities_and_nans_as_on_the_host(mode: str, dtype: torch.dtype, through_bf16: bool):
+    values = torch.randn(256, 256, generator=torch.Generator().manual_seed(4)).to(dtype)
+    values[3, 5], values[200, 7], values[9, 200] = float("inf"), float("nan"), -float("inf")
+    values[20], values[21, 0] = 0.0, torch.finfo(dtype).max
+    dst, scale = quantized(values.cuda(), mode, through_bf16=through_bf16)
+    host_dst = torch.zeros(values.shape, dtype=torch.float8_e4m3fn)
+    host_scale = torch.zeros(scale_shape(256, 256, mode))
+    entry = QuantEntry(src=values, dst=host_dst, scale=host_scale, mode=mode, through_bf16=through_bf16)
+    _C.quantize_host(make_quant_table([entry]))
+    assert torch.equal(scale.isnan(), host_scale.isnan())
+    assert_same_bytes(scale.nan_to_num(), host_scale.nan_to_num(), what="scales")
+    nans = [side.float().isnan() for side in (dst, host_dst)]
+    assert torch.equal(*nans)
+    assert torch.equal(dst.view(torch.uint8)[~nans[0]], host_dst.view(torch.uint8)[~nans[0]])
+
+
 def test_many_matrices_in_one_captured_launch():
     sources = [torch.zeros(130 + i, 256, device="cuda") for i in range(30)]
-    targets = [torch.zeros(src.shape, dtype=torch.float8_e4m3fn, device="cuda").t().contiguous().t() for src in sources]
+    targets = [torch.zeros(src.shape, dtype=torch.float8_e4m3fn, device="cuda") for src in sources]
+    targets[::3] = [dst.t().contiguous().t() for dst in targets[::3]]  # strides that go element by element
     modes = ["blocks" if i % 2 else "rows" for i in range(30)]
     shapes = [scale_shape(*src.shape, mode) for src, mode in zip(sources, modes, strict=True)]
     scales = [torch.zeros(shape, device="cuda") for shape in shapes]
@@ -104,7 +140,7 @@ def test_many_matrices_in_one_captured_launch():
         for src, dst, scale, mode in zip(sources, targets, scales, modes, strict=True)
     ]
     table = _C.QuantDeviceTable(make_quant_table(entries))
-    assert table.num_launches == 1
+    assert table.num_launches == 2
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

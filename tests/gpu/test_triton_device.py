@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from copy_cases import PAIRS, assert_same_as_oracle, assert_same_bytes, cases, every_half_pattern, rounding_edges
+from copy_cases import PAIRS, assert_same_as_oracle, assert_same_bytes, cases, every_half_pattern, fans, rounding_edges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +30,12 @@ def run(table) -> None:
 @given(st.lists(cases(), min_size=1, max_size=3))
 def test_random_copies_equal_the_oracle(specs):
     assert_same_as_oracle(specs, run, device="cuda")
+
+
+@settings(max_examples=60, deadline=None)
+@given(fans())
+def test_random_fans_equal_the_oracle(specs):
+    assert_same_as_oracle(specs, run, device="cuda", one_source=True)
 
 
 @pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS)
