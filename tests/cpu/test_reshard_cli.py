@@ -1,10 +1,13 @@
 """The simulator against sums done by hand, and the command line from its arguments to its output."""
 
 import json
+import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from bench.predict_transition import SETUPS, predict
 from reshard import DType, Layout, Mesh, ModelSpec, Rules, TensorSpec, Topology, make_plan
 from reshard.cli import main
 from reshard.errors import PlanError
@@ -74,6 +77,28 @@ def test_full_gather_is_bound_by_the_network_between_nodes():
 def test_every_hardware_says_where_its_numbers_are_from():
     assert set(HARDWARE) == {"a100", "h100", "h200", "gb200"}
     assert all("data sheet" in hardware.origin for hardware in HARDWARE.values())
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16])
+def test_the_papers_transition_is_predicted_from_a_plan_that_meets_its_formula(num_ranks):
+    """7B, 1-8 to 1-2 on A100: three eighths of 13.5 GB arrive at every rank, but for the padding of the vocabulary."""
+    row = predict(SETUPS[0], num_ranks)
+    assert row["micro_dp_size"] == 4
+    assert row["received_gb_formula"]["zero_redundancy"] == 5.05
+    assert row["received_gb_plan"] == pytest.approx(5.05, rel=3e-3)
+    assert row["received_gb_formula"]["vanilla"] == 11.79
+    assert row["seconds"]["zero_redundancy"] < row["seconds"]["vanilla"] <= row["seconds"]["full_gather"]
+    sizes = [predict(SETUPS[0], num_ranks, t_g=t_g)["seconds"]["zero_redundancy"] for t_g in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 20, "t_g = t copies locally"
+
+
+def test_the_page_on_planning_shows_what_its_commands_print(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    blocks = re.findall(r"```console\n\$ python -m reshard (.*)\n((?:.*\n)*?)```", text)
+    assert len(blocks) == 3
+    for command, output in blocks:
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out.rstrip() == output.rstrip()
 
 
 @pytest.fixture
@@ -204,7 +229,7 @@ def test_wrong_input_is_one_line_and_code_2(capsys, arguments, message):
     assert message in err
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_families_equal_the_modules_of_transformers(kind, tied):
     from transformers import AutoConfig
@@ -227,19 +252,26 @@ def test_families_equal_the_modules_of_transformers(kind, tied):
     assert dict(ours.ties) == dict(theirs.ties)
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
-def test_sparse_families_have_the_modules_number_of_parameters(name):
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite", "deepseek-v2"])
+def test_sparse_families_list_the_tensors_that_transformers_saves(name):
     import transformers
 
     from reshard.spec import _bundle
 
     fields = json.loads(_bundle()[name])
     small = fields | {"num_hidden_layers": 4}
-    config = transformers.AutoConfig.for_model(**small)
-    theirs = spec_from_transformers(config)
+    theirs = spec_from_transformers(transformers.AutoConfig.for_model(**small))
     ours = ModelSpec.from_config(small)
-    biases = sum(t.spec.numel for t in ours.tensors if t.spec.name.endswith("e_score_correction_bias"))
-    assert ours.num_parameters - biases == theirs.num_parameters, "the selection bias is a buffer there"
+    ours, theirs = ({t.spec.name: t for t in spec.tensors} for spec in (ours, theirs))
+    differ = {
+        tensor: (ours[tensor].spec.dtype.value, t.spec.dtype.value) for tensor, t in theirs.items() if t != ours[tensor]
+    }
+    sparse = range(fields.get("first_k_dense_replace", 4), 4)
+    router = {f"model.layers.{layer}.mlp.gate.weight": ("bfloat16", "float32") for layer in sparse}
+    assert ours.keys() == theirs.keys()
+    assert differ == router, "published in bfloat16, saved in float32 after training"
+    bias = [t.spec.dtype.value for tensor, t in theirs.items() if tensor.endswith("e_score_correction_bias")]
+    assert bias == (["float32"] if name == "deepseek-v3" else [])
 
 
 def test_a_spec_from_transformers_can_be_laid_out():
