@@ -49,7 +49,8 @@ class HostPool:
         return region.tensor(shape=(num_bytes,))
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the storages of ``tensors`` into one region; values, shapes, strides and sharing stay, addresses do not.
+        """Move the storages of ``tensors`` into one region; values, shapes, strides, offsets in storages and sharing
+        stay, addresses do not.
 
         Raises as ``Arena.allocate`` does, and then nothing has moved.
         """
@@ -65,15 +66,17 @@ class HostPool:
         whole = self.allocate(end)
         base = whole.data_ptr()
         del self._blocks[base]
+        moved: dict[int, torch.UntypedStorage] = {}
         for pointer, storage in storages.items():
             begin, size = offsets[pointer], storage.nbytes()
-            whole[begin : begin + size].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+            part = torch.from_numpy(whole.numpy()[begin : begin + size])  # a storage of its own, from its first byte on
+            part.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+            moved[pointer] = part.untyped_storage()
             self._blocks[base + begin] = size
         for tensor in tensors:
-            offset_bytes = offsets[tensor.untyped_storage().data_ptr()] + tensor.storage_offset() * tensor.itemsize
             place = torch.empty(0, dtype=tensor.dtype)
-            place.set_(whole.untyped_storage(), offset_bytes // tensor.itemsize, tensor.shape, tensor.stride())
-            tensor.data = place
+            storage = moved[tensor.untyped_storage().data_ptr()]
+            tensor.data = place.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def regions(self) -> tuple[ArenaRegion, ...]:
         """All regions of the pool."""
