@@ -136,7 +136,7 @@ def run_fans(model: str, source: torch.dtype, num_targets: int, rounds: int) -> 
     ]
     fanned, single = make_table(entries), make_table(entries, max_targets=1)
     num_bytes = num_read_bytes(fanned) + num_written_bytes(fanned)
-    print(f"{model}, {FAN_LAYERS} layers, {source} -> {num_targets} x torch.bfloat16: {num_bytes / 1e9:.2f} GB read once and written")
+    print(f"{model}, {FAN_LAYERS} layers, {source} -> {num_targets} x torch.bfloat16: {num_bytes / 1e9:.2f} GB moved")
     ways = {
         "one read for all": launcher(_C.DeviceTable(fanned)),
         "a read for each": launcher(_C.DeviceTable(single, copy_engine_min_bytes=NO_COPY_ENGINE)),

@@ -14,11 +14,11 @@ namespace reshard {
 struct DeviceOptions {
     int device = -1;  // CUDA ordinal; -1 is the device of the calling thread's current context, or 0 without one
     TileOptions tiles;
-    int vectors_in_flight = 2;  // loads that each thread issues before its first store: 1, 2 or 4
+    int vectors_in_flight = 4;  // loads that each thread issues before its first store: 1, 2 or 4
     int blocks_per_sm = 0;      // 0 is one block a tile, which keeps accesses near each other in time and place
     // Plain contiguous copies of at least so many bytes go through cudaMemcpyBatchAsync instead of the kernel; 0 is
-    // never.
-    std::uint64_t copy_engine_min_bytes = 8u << 20;
+    // never, which measured fastest on an H200 (see docs/benchmarks).
+    std::uint64_t copy_engine_min_bytes = 0;
 };
 
 struct KernelTable;

@@ -143,7 +143,7 @@ RESHARD_HOST_DEVICE inline std::uint64_t mix_item(const unsigned char* item, std
 }
 
 struct TileOptions {
-    std::uint32_t tile_vectors = 512;
+    std::uint32_t tile_vectors = 1024;
     bool wide_casts = true;                // eight elements a vector, 32 bytes of source, for fp32 to a 16-bit type
     std::uint32_t max_vectors = 1u << 30;  // of one tile record; larger boxes are cut (tests make it small)
 };

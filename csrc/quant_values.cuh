@@ -33,11 +33,11 @@ struct Scaling {
     // x / scale, rounded to nearest, for a finite scale: the first correction brings the quotient to within one unit in
     // the last place, from where the second makes it exact (Markstein, "Computation of elementary functions on the IBM
     // RISC System/6000 processor", 1990: `inverse` is 1 / scale so rounded). Residuals that underflow belong to
-    // quotients that are zero in e4m3.
+    // quotients that are zero in e4m3. A zero takes its sign from x: the corrections lose it.
     __device__ __forceinline__ float divided(float x) const {
         float quotient = x * inverse;
         quotient = __fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient);
-        return __fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient);
+        return copysignf(__fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient), x);
     }
 
     __device__ __forceinline__ float operator()(float x) const {

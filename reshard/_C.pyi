@@ -69,7 +69,7 @@ def checksum_host(table: CopyTable, *, of_destination: bool, num_threads: int = 
     """
 
 def _run_tiles_on_host(
-    table: CopyTable, *, tile_vectors: int = 512, wide_casts: bool = True, max_vectors: int = 1073741824
+    table: CopyTable, *, tile_vectors: int = 1024, wide_casts: bool = True, max_vectors: int = 1073741824
 ) -> None:
     """Run ``table`` on host memory by the device's own cutting and index arithmetic, slowly. For tests."""
 
@@ -89,11 +89,11 @@ class DeviceTable:
         table: CopyTable,
         *,
         device: int = -1,
-        tile_vectors: int = 512,
+        tile_vectors: int = 1024,
         wide_casts: bool = True,
-        vectors_in_flight: int = 2,
+        vectors_in_flight: int = 4,
         blocks_per_sm: int = 0,
-        copy_engine_min_bytes: int = 8388608,
+        copy_engine_min_bytes: int = 0,
     ) -> None:
         """Check, plan and upload ``table``. Blocks; not inside a graph capture.
 

@@ -140,7 +140,7 @@ def test_many_matrices_in_one_captured_launch():
         for src, dst, scale, mode in zip(sources, targets, scales, modes, strict=True)
     ]
     table = _C.QuantDeviceTable(make_quant_table(entries))
-    assert table.num_launches == 2
+    assert table.num_launches == 3  # blocks of 64 KiB, several rows of 1 KiB, and element by element
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
