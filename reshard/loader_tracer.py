@@ -4,6 +4,7 @@ Views keep their storage, so they need no rule. Copies, conversions, concatenati
 and pads move values unchanged. Whatever else reads checkpoint values makes *computed* values.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ _CONVERSIONS = frozenset({_aten._to_copy.default, _aten.clone.default, _aten.con
 _CONSTANT_WRITES = frozenset({_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor})
 _REBINDINGS = frozenset({_aten.set_.source_Tensor, _aten.set_.source_Storage_storage_offset})
 _MAX_INDEX_RUNS = 1 << 14
+
+
+_dtype = functools.cache(dtype_of)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -55,6 +59,8 @@ class LoaderTracer(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _is_view(func):
+            return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default and self.memory(args[0]) is not None:
             return self._number_of(args[0])
         sources = {name for tensor in _tensors((args, kwargs)) for name in self.sources(tensor)}
@@ -121,15 +127,15 @@ class LoaderTracer(TorchDispatchMode):
         strides = zip(destination.shape, seen.stride(), destination.stride(), strict=True)
         dims = tuple(Dim(int(extent), int(src), int(dst)) for extent, src, dst in strides)
         for loops in self._read(origin, seen, dims, int(destination.storage_offset())):
-            content = loops.content.cast(dtype_of(source.dtype), dtype_of(destination.dtype))
-            if target.dtype is not dtype_of(destination.dtype) and content.kind != "constant":
+            content = loops.content.cast(_dtype(source.dtype), _dtype(destination.dtype))
+            if target.dtype is not _dtype(destination.dtype) and content.kind != "constant":
                 content = COMPUTED
             target.write(Loops(content, loops.dims, loops.src_offset, loops.dst_offset))
 
     def _read(self, origin: Memory | None, source: torch.Tensor, dims: tuple[Dim, ...], at: int) -> list[Loops]:
         if origin is None:
             return [Loops(CONSTANT, tuple(Dim(dim.extent, 0, dim.dst) for dim in dims), 0, at)]
-        if origin.dtype is not dtype_of(source.dtype):
+        if origin.dtype is not _dtype(source.dtype):
             return [Loops(COMPUTED, tuple(Dim(dim.extent, 0, dim.dst) for dim in dims), 0, at)]
         return origin.read(dims, src_offset=int(source.storage_offset()), dst_offset=at)
 
@@ -180,6 +186,13 @@ class LoaderTracer(TorchDispatchMode):
         self._shapes[storage_id(result)] = _made_shape(result)
         for view, source in parts:
             self.copy(view, source)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operator only looks at its argument's storage in another shape."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _as_float(value: object) -> float:

@@ -1,5 +1,6 @@
 """Decompose strided views into boxes: which box of a dense tensor does a view of its storage cover?"""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -59,6 +60,15 @@ def boxes_of_view(
 
     None when the loops don't run along its dims: overlapping or diagonal views, or views across its edges.
     """
+    spans = _boxes(tuple(shape), tuple(dims), src_offset)
+    if spans is None or not dst_offset:
+        return spans
+    return tuple(Span(span.start, span.stop, span.dst_offset + dst_offset, span.dst_strides) for span in spans)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _boxes(shape: tuple[int, ...], dims: tuple[Dim, ...], src_offset: int) -> tuple[Span, ...] | None:
+    """``boxes_of_view`` to offset 0: most tensors of a model are cut alike."""
     strides = dense_strides(shape)
     split = _split_at_edges(shape, strides, merge_dims(dims), src_offset)
     if split is None:
@@ -73,7 +83,7 @@ def boxes_of_view(
             along[axis] = dim
         else:
             repeated.append((axis, dim))
-    return _spans(shape, strides, along, repeated, (src_offset, dst_offset))
+    return _spans(shape, strides, along, repeated, src_offset)
 
 
 def _axis(shape: Sequence[int], strides: Sequence[int], step: int) -> int | None:
@@ -113,13 +123,12 @@ def _spans(
     strides: Sequence[int],
     along: dict[int, Dim],
     repeated: Sequence[tuple[int, Dim]],
-    offsets: tuple[int, int],
+    src_offset: int,
 ) -> tuple[Span, ...] | None:
-    src_offset, dst_offset = offsets
     spans = []
     for place in product(*(range(dim.extent) for _, dim in repeated)):
         src = src_offset + sum(index * dim.src for index, (_, dim) in zip(place, repeated, strict=True))
-        dst = dst_offset + sum(index * dim.dst for index, (_, dim) in zip(place, repeated, strict=True))
+        dst = sum(index * dim.dst for index, (_, dim) in zip(place, repeated, strict=True))
         start = tuple(src // stride % extent for stride, extent in zip(strides, shape, strict=True))
         extents = [along[axis].extent if axis in along else 1 for axis in range(len(shape))]
         stop = tuple(low + extent for low, extent in zip(start, extents, strict=True))

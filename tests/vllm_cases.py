@@ -5,6 +5,7 @@ vLLM's own loader puts them into a real model of the same rank; each element of 
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from reshard import TensorSpec
 from reshard.plan_oracle import byte_offsets, elements
+from reshard.spec import SPECS
 from reshard.vllm.layout import EngineLayout, learn_layout
 from reshard.vllm.meta_model import isolated
 from reshard.vllm.planning import engine_config, parallel_rank
@@ -177,3 +179,26 @@ def check_storages(
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's whole storage."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def full_config(name: str) -> dict[str, Any]:
+    """A bundled spec's fields with those that vLLM needs besides, as the published config.json has them."""
+    fields: dict[str, Any] = json.loads((SPECS / f"{name}.json").read_text())
+    return {**fields, **_FULL[fields["model_type"]]}
+
+
+_FULL: Mapping[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 8, "norm_topk_prob": True},
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 1,
+    },
+}
