@@ -4,6 +4,7 @@ Each rank lays labelled values out as the source Layout says, runs transitions, 
 destination storages, those between and after the boxes included, with what the layouts imply.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,10 +44,11 @@ class Pair:
     topology: Topology | None = None
 
 
-def sample_cases(num_cases: int) -> list[Pair]:
-    """The same `num_cases` pairs of layouts in every process and run, over at most `WORLD` ranks."""
-    found = (plan_cases.make_case(WORLD - 1, seed) for seed in range(num_cases))
-    return [Pair(case.source, case.destination, case.topology) for case in found]
+def sample_cases(num_cases: int, *, num_ranks: int = WORLD) -> list[Pair]:
+    """The same `num_cases` pairs of layouts in every process and run, over at most `num_ranks` (and `WORLD`) ranks."""
+    made = (plan_cases.make_case(WORLD - 1, seed) for seed in itertools.count())
+    few_enough = (c for c in made if max(*c.source.ranks, *c.destination.ranks) < num_ranks)
+    return [Pair(case.source, case.destination, case.topology) for case in itertools.islice(few_enough, num_cases)]
 
 
 def row_layout(rows: int, columns: int, ranks: int, *, first_row: int = 0) -> Layout:
@@ -168,6 +170,8 @@ def check_case(case: Pair, rank: int, transport: Transport, allocate: Allocate, 
             check_destination(resharder.plan, rank, destination, values)
             assert all(torch.equal(before[name], t) for name, t in source.items()), "the source was written"
             assert stats.num_transitions == update
+            holdings = case.destination.holdings(rank) if rank in case.destination.ranks else ()
+            assert resharder.verify() == sum(h.region.numel * h.address.dtype.itemsize for h in holdings)
             if rank in resharder.plan.scope:
                 assert stats.received_bytes == resharder.plan.certificate.floor_bytes(rank)
 

@@ -126,7 +126,7 @@ class CollectiveTransport:
         ]
         staging = Staging(drafts, self._staging, device)
         builder = RoundBuilder(circle, source, destination, device=device, num_threads=self._num_threads)
-        return CollectiveTransfer(
+        transfer = CollectiveTransfer(
             circle,
             device,
             meeting=Rendezvous(circle.store, name, ranks=range(circle.size), record=circle.record),
@@ -136,6 +136,8 @@ class CollectiveTransport:
             num_gathers={way.value: len(work.gathers[way]) for way in Way},
             in_place=frozenset(i for i, c in enumerate(copies) if c.is_local and is_in_place(c, source, destination)),
         )
+        transfer.warm_up(timeout_s=self._timeout_s)
+        return transfer
 
     def _terms(self, plan: Plan, copies: Sequence[Copy], sets: Sequence[tuple[int, ...]], rank: int) -> Terms:
         by_messages = self._mode == "messages"

@@ -51,7 +51,8 @@ class Exchange:
     ) -> None:
         self.handle = handle
         self.received_bytes = sum(t.numel() * t.element_size() for _, t in receives)
-        self._peers = tuple(sorted({peer for peer, _ in side}) for side in (sends, receives))
+        self._sides = tuple(sorted({peer for peer, _ in side}) for side in (sends, receives))
+        self.peers = frozenset(peer for side in self._sides for peer in side)
         self._operations = [
             dist.P2POp(op, tensor, group=handle, group_peer=peer)
             for op, side in ((dist.isend, sends), (dist.irecv, receives))
@@ -64,7 +65,7 @@ class Exchange:
 
     def __str__(self) -> str:
         """See `Wire`."""
-        return f"sending to ranks {self._peers[0]}, receiving from ranks {self._peers[1]}"
+        return f"sending to ranks {self._sides[0]}, receiving from ranks {self._sides[1]}"
 
 
 class AllGather:

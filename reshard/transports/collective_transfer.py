@@ -136,6 +136,15 @@ class CollectiveTransfer(BoundTransfer):
             raise self._failure(what, error, late=time.monotonic() >= deadline) from error
         return {peer: found.get(peer, np.empty(0, np.uint64)) for peer in words}
 
+    def warm_up(self, *, timeout_s: float) -> None:
+        """On a device, have all ranks open their connections now and not in the first step; every rank calls it."""
+        if self._device.type == "cuda":
+            handle, size = self._circle.handle, self._circle.size
+            words = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            AllGather(handle, range(size), [words], [torch.zeros_like(words[:1])]).post()
+            peers = {peer for r in self._rounds if isinstance(r.wire, Exchange) for peer in r.wire.peers}
+            self.exchange({peer: np.zeros(1, np.uint64) for peer in sorted(peers)}, deadline_s=timeout_s)
+
     def close(self) -> None:
         """Release staging and tables. Groups are the caller's."""
         self._closed = True

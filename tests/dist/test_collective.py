@@ -224,7 +224,7 @@ def a_stopped_rank_and_repair(rank: int, store: dist.Store) -> None:
             instead_of_posting(resharder, partial(os.kill, os.getpid(), signal.SIGSTOP))
         error = None
         try:
-            resharder.run(deadline_s=2 if rank == 0 else 60)
+            resharder.run(deadline_s=5 if rank == 0 else 8)
         except TransportError as caught:
             error = str(caught)
             assert resharder.state is State.STALE
