@@ -1,7 +1,7 @@
 """Memory that changes hands: ``Arena`` and its regions, sharing between processes, PyTorch's pool, offload."""
 
 from reshard.arena.arena import Arena, ArenaRegion, RegionChoice
-from reshard.arena.channel import Channel, Credentials, Listener
+from reshard.arena.channel import Channel, Credentials, Deadline, Listener
 from reshard.arena.records import (
     CUDA_CHUNK_CLASSES,
     HOST_CHUNK_CLASSES,
@@ -10,7 +10,7 @@ from reshard.arena.records import (
     MappingMode,
     RegionState,
 )
-from reshard.arena.share import ImportedRegion, RegionShare, receive_region, send_region
+from reshard.arena.share import ImportedRegion, RegionOrigin, RegionShare, receive_region, send_region
 
 __all__ = [
     "CUDA_CHUNK_CLASSES",
@@ -20,11 +20,13 @@ __all__ = [
     "ArenaStats",
     "Channel",
     "Credentials",
+    "Deadline",
     "HandoverReport",
     "ImportedRegion",
     "Listener",
     "MappingMode",
     "RegionChoice",
+    "RegionOrigin",
     "RegionShare",
     "RegionState",
     "receive_region",

@@ -13,6 +13,7 @@ CUDA first waits for all work of the device's context, because the driver may un
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -156,6 +157,8 @@ class Arena:
         """
         if mappings not in ("drop", "keep"):
             raise ValueError(f"expected mappings 'drop' or 'keep', got {mappings!r}")
+        self.id = uuid.uuid4().hex
+        """A name of this arena that no other arena of any process has."""
         self._core = _C.ArenaCore(
             driver,
             chunk_classes=list(chunk_classes),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 _MAX_CHUNKS: Final = 1 << 20
 _KINDS: Final = ("host", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOrigin:
+    """Which region of which arena, in whatever process: equal origins are the same physical memory."""
+
+    arena: str
+    region: int
 
 
 class RegionShare:
@@ -47,10 +56,13 @@ class RegionShare:
 class ImportedRegion:
     """Another process's region, mapped at an address of this one: the same pages, for as long as it is open."""
 
-    def __init__(self, core: _C.ImportedCore, *, name: str, device: int, peer: Credentials) -> None:
+    def __init__(
+        self, core: _C.ImportedCore, *, name: str, device: int, peer: Credentials, origin: RegionOrigin
+    ) -> None:
         """Made by ``receive_region``."""
         self._core = core
         self.name = name
+        self.origin = origin
         self.device = device
         """CUDA ordinal of this process, or -1 for the host."""
         self.peer = peer
@@ -116,6 +128,8 @@ def send_region(channel: Channel, region: ArenaRegion, *, arena: Arena, timeout_
     try:
         header: dict[str, object] = {
             "name": region.name,
+            "arena": arena.id,
+            "region": region.id,
             "memory": _KINDS[region.device >= 0],
             "num_chunks": len(chunks),
             "num_bytes": region.num_bytes,
@@ -152,7 +166,7 @@ def receive_region(channel: Channel, *, arena: Arena, timeout_s: float) -> Impor
     try:
         header, unexpected = channel.receive("region", timeout_s=deadline.remaining_s(what))
         descriptors += unexpected
-        name, num_chunks = _check_header(header, arena, channel.peer)
+        name, num_chunks, origin = _check_header(header, arena, channel.peer)
         chunk_bytes: list[int] = []
         while len(chunk_bytes) < num_chunks:
             body, received = channel.receive("chunks", timeout_s=deadline.remaining_s(what))
@@ -168,12 +182,18 @@ def receive_region(channel: Channel, *, arena: Arena, timeout_s: float) -> Impor
         for descriptor in descriptors:
             os.close(descriptor)
     channel.send("mapped", {}, timeout_s=deadline.remaining_s(what))
-    return ImportedRegion(core, name=name, device=arena.device, peer=channel.peer)
+    return ImportedRegion(core, name=name, device=arena.device, peer=channel.peer, origin=origin)
 
 
-def _check_header(header: dict[str, object], arena: Arena, peer: Credentials) -> tuple[str, int]:
+def _check_header(header: dict[str, object], arena: Arena, peer: Credentials) -> tuple[str, int, RegionOrigin]:
     match header:
-        case {"name": str(name), "memory": str(memory), "num_chunks": int(num_chunks)} if 0 < num_chunks <= _MAX_CHUNKS:
+        case {
+            "name": str(name),
+            "arena": str(owner),
+            "region": int(region),
+            "memory": str(memory),
+            "num_chunks": int(num_chunks),
+        } if 0 < num_chunks <= _MAX_CHUNKS:
             pass
         case _:
             raise TransportError(f"{peer} announced a region in a way that can't be read: {header}")
@@ -181,7 +201,7 @@ def _check_header(header: dict[str, object], arena: Arena, peer: Credentials) ->
         raise TransportError(
             f"region {name!r} of {peer} is {memory} memory, the arena to receive it is {_KINDS[arena.device >= 0]}"
         )
-    return name, num_chunks
+    return name, num_chunks, RegionOrigin(owner, region)
 
 
 def _check_chunks(body: dict[str, object], num_descriptors: int, peer: Credentials) -> list[int]:

@@ -92,8 +92,15 @@ def is_in_place(copy: Copy, source: Endpoint, destination: Endpoint) -> bool:
     """Whether a copy inside the rank has nothing to do: an alias, or bytes onto themselves."""
     if not copy.is_local or copy.is_alias:
         return copy.is_alias
-    same_place = source_address(copy, source, destination) == destination.base(copy.dst)
-    return same_place and copy.src.strides == copy.dst.strides and not copy.is_cast
+    return is_same_place(copy, src=source_address(copy, source, destination), dst=destination.base(copy.dst))
+
+
+def is_same_place(copy: Copy, *, src: int, dst: int) -> bool:
+    """Whether the box at `src` is the box at `dst`, element by element and with the same bits."""
+    if src != dst or copy.is_cast:
+        return False
+    sides = zip(copy.region.shape, copy.src.strides, copy.dst.strides, strict=True)
+    return all(extent == 1 or a == b for extent, a, b in sides)
 
 
 def copy_entry(

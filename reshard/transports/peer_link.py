@@ -2,8 +2,8 @@
 
 Every rank listens on a socket file of its own, ``<folder>/<rank>.sock``. A rank that sends connects to each of its
 receivers and says its number and its Plan's digest; the receiver answers with its control page and the regions that
-this sender's copies touch, and says where each storage lies in them. The connections stay open: a rank that dies closes
-them, and its peers see it.
+this sender's copies touch, and says where each storage lies in them. A storage in memory that the receiver imported
+itself is named by that memory's origin. The connections stay open: a rank that dies closes them, and its peers see it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from reshard.arena import (
     Arena,
@@ -21,6 +22,7 @@ from reshard.arena import (
     Channel,
     ImportedRegion,
     Listener,
+    RegionOrigin,
     RegionShare,
     receive_region,
     send_region,
@@ -28,14 +30,22 @@ from reshard.arena import (
 from reshard.errors import PlanError, TransportError
 
 STORAGES_A_PACKET = 500
+RANGES_A_PACKET = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a receiver opens to one sender: regions, and for each storage (index of its region, byte offset in it)."""
+    """What a receiver opens to one sender: regions; for each storage in them (index of its region, byte offset); for
+    each storage in memory that the receiver itself imported (where that comes from, byte offset).
+    """
 
     regions: tuple[ArenaRegion, ...]
     places: Mapping[str, tuple[int, int]]
+    imported: Mapping[str, tuple[RegionOrigin, int]]
+
+
+Resolve: TypeAlias = Callable[[RegionOrigin], int | None]
+"""Address in this process of a region that is this process's own, or imported by it; None where it is neither."""
 
 
 @dataclass(slots=True)
@@ -55,12 +65,10 @@ class OutgoingLink:
     channel: Channel
     control: ImportedRegion
     regions: list[ImportedRegion]
-    places: dict[str, tuple[int, int]]
-
-    def storage_address(self, storage: str) -> int:
-        """Address in this process of the first byte of the peer's `storage`."""
-        index, offset = self.places[storage]
-        return self.regions[index].address + offset
+    addresses: dict[str, int]
+    """In this process, of the first byte of each of the peer's storages."""
+    shared: frozenset[str]
+    """Storages of the peer that lie in memory which this process had already."""
 
     def close(self) -> None:
         """Unmap, then hang up: the receiver takes the closed connection for leave to use its memory otherwise."""
@@ -75,16 +83,25 @@ class Meeting:
     Args:
         folder: where the socket files are; the same for all ranks, short (a socket path has at most 107 bytes).
         rank: this rank.
-        digest: the Plan's digest; a peer with another one is refused on both sides.
+        digest: of the Plan and its parts; a peer with another one is refused on both sides.
         arena: where this rank's destination memory is.
+        resolve: finds memory that a receiver imported.
         control: the page of counters that is opened to every sender.
         control_arena: the arena that `control` belongs to.
     """
 
     def __init__(
-        self, folder: Path, *, rank: int, digest: str, arena: Arena, control: ArenaRegion, control_arena: Arena
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        digest: str,
+        arena: Arena,
+        resolve: Resolve,
+        control: ArenaRegion,
+        control_arena: Arena,
     ) -> None:
-        self._folder, self._rank, self._digest = folder, rank, digest
+        self._folder, self._rank, self._digest, self._resolve = folder, rank, digest, resolve
         self._arena, self._control, self._control_arena = arena, control, control_arena
 
     def hold(
@@ -152,11 +169,12 @@ class Meeting:
         offer = offers[sender]
         link = IncomingLink(sender, channel, [])
         link.shares.append(send_region(channel, self._control, arena=self._control_arena, timeout_s=timeout_s))
-        head: dict[str, object] = {"num_regions": len(offer.regions), "num_storages": len(offer.places)}
+        places: list[list[object]] = [[name, list(place)] for name, place in offer.places.items()]
+        places += [[name, [o.arena, o.region, offset]] for name, (o, offset) in offer.imported.items()]
+        head: dict[str, object] = {"num_regions": len(offer.regions), "num_storages": len(places)}
         channel.send("regions", head, timeout_s=timeout_s)
         for region in offer.regions:
             link.shares.append(send_region(channel, region, arena=self._arena, timeout_s=timeout_s))
-        places = list(offer.places.items())
         for start in range(0, len(places), STORAGES_A_PACKET):
             channel.send("places", {"places": places[start : start + STORAGES_A_PACKET]}, timeout_s=timeout_s)
         return link
@@ -170,13 +188,32 @@ class Meeting:
             head, _ = channel.receive("regions", timeout_s=timeout_s)
             num_regions, num_storages = _counts(head)
             regions = [receive_region(channel, arena=self._arena, timeout_s=timeout_s) for _ in range(num_regions)]
-            places: dict[str, tuple[int, int]] = {}
+            places: list[Place] = []
             while len(places) < num_storages:
                 body, _ = channel.receive("places", timeout_s=timeout_s)
-                places.update(_read_places(body, regions))
+                places += _read_places(body, regions)
         except TransportError as error:
             raise type(error)(f"rank {self._rank}, meeting its receiver rank {receiver}: {error}") from error
-        return OutgoingLink(receiver, channel, control, regions, places)
+        link = OutgoingLink(receiver, channel, control, regions, {}, frozenset(p.storage for p in places if p.origin))
+        try:
+            link.addresses = {place.storage: self._address(place, regions, receiver) for place in places}
+        except PlanError as error:
+            channel.send_error(str(error), timeout_s=timeout_s)
+            link.close()
+            raise
+        return link
+
+    def _address(self, place: Place, regions: Sequence[ImportedRegion], receiver: int) -> int:
+        if place.origin is None:
+            return regions[place.index].address + place.offset
+        base = self._resolve(place.origin)
+        if base is None:
+            raise PlanError(
+                f"rank {receiver} keeps {place.storage!r} in memory that it imported from a third process, and the "
+                f"Plan has rank {self._rank} write there: pass that region in imports= of this rank's PeerTransport "
+                "too, or give the Plan a topology that makes the memory's owner the nearest source"
+            )
+        return base + place.offset
 
 
 @contextlib.contextmanager
@@ -196,15 +233,58 @@ def _counts(head: Mapping[str, object]) -> tuple[int, int]:
     raise TransportError(f"the peer announced its regions in a way that can't be read: {dict(head)}")
 
 
-def _read_places(body: Mapping[str, object], regions: Sequence[ImportedRegion]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a receiver's storage begins: in a region that it sent (`index`), or in one that has another `origin`."""
+
+    storage: str
+    index: int
+    offset: int
+    origin: RegionOrigin | None
+
+
+def _read_places(body: Mapping[str, object], regions: Sequence[ImportedRegion]) -> list[Place]:
+    found: list[Place] = []
     entries = body.get("places")
     for entry in entries if isinstance(entries, list) else [None]:
         match entry:
             case [str(storage), [int(index), int(offset)]] if (
                 0 <= index < len(regions) and 0 <= offset < regions[index].num_bytes
             ):
-                found[storage] = (index, offset)
+                found.append(Place(storage, index, offset, None))
+            case [str(storage), [str(arena), int(region), int(offset)]] if offset >= 0:
+                found.append(Place(storage, -1, offset, RegionOrigin(arena, region)))
             case _:
                 raise TransportError(f"the peer described a storage in a way that can't be read: {entry!r}")
     return found
+
+
+def send_numbers(channel: Channel, numbers: Sequence[int], *, timeout_s: float) -> None:
+    """Send a rising sequence of numbers; cheap where they are mostly consecutive."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] = number + 1
+        else:
+            ranges.append([number, number + 1])
+    for start in range(0, len(ranges), RANGES_A_PACKET):
+        channel.send("ranges", {"ranges": ranges[start : start + RANGES_A_PACKET]}, timeout_s=timeout_s)
+    channel.send("ranges", {"ranges": []}, timeout_s=timeout_s)
+
+
+def receive_numbers(channel: Channel, *, timeout_s: float) -> list[int]:
+    """Receive what `send_numbers` sent."""
+    found: list[int] = []
+    while True:
+        body, _ = channel.receive("ranges", timeout_s=timeout_s)
+        ranges = body.get("ranges")
+        if not isinstance(ranges, list):
+            raise TransportError(f"{channel.peer} sent ranges that can't be read: {body}")
+        if not ranges:
+            return found
+        for entry in ranges:
+            match entry:
+                case [int(first), int(end)] if 0 <= first < end:
+                    found += range(first, end)
+                case _:
+                    raise TransportError(f"{channel.peer} sent ranges that can't be read: {entry!r}")

@@ -261,6 +261,9 @@ def test_an_owner_at_its_limit_keeps_what_it_has():
 # ---- packets that are not what was agreed ----
 
 
+HEADER = {"name": "w", "arena": "a", "region": 1, "memory": "host", "num_chunks": 1}
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, socket.socket]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -284,10 +287,10 @@ def test_strangers_and_wrong_turns_are_named(ends):
 @pytest.mark.parametrize(
     ("header", "chunk_bytes", "message"),
     [
-        ({"name": "w", "memory": "cuda", "num_chunks": 1}, [PAGE], "is cuda memory, the arena to receive it is host"),
-        ({"name": "w", "memory": "host", "num_chunks": 0}, [PAGE], "announced a region in a way that can't be read"),
-        ({"name": "w", "memory": "host", "num_chunks": 1}, [PAGE, PAGE], "sent 1 descriptors for the chunks"),
-        ({"name": "w", "memory": "host", "num_chunks": 1}, [2 * PAGE], "expected a sealed memory file of"),
+        (HEADER | {"memory": "cuda"}, [PAGE], "is cuda memory, the arena to receive it is host"),
+        (HEADER | {"num_chunks": 0}, [PAGE], "announced a region in a way that can't be read"),
+        (HEADER, [PAGE, PAGE], "sent 1 descriptors for the chunks"),
+        (HEADER, [2 * PAGE], "expected a sealed memory file of"),
     ],
 )
 def test_a_false_announcement_maps_nothing_and_leaks_nothing(ends, header, chunk_bytes, message):
@@ -323,6 +326,6 @@ def test_descriptors_of_a_refused_packet_are_closed(ends):
 def test_a_deadline_covers_all_packets_of_a_region(ends):
     channel, theirs = ends
     with small_arena() as arena, Channel(theirs.dup()) as other:
-        other.send("region", {"name": "w", "memory": "host", "num_chunks": 3}, timeout_s=PATIENCE_S)
+        other.send("region", HEADER | {"num_chunks": 3}, timeout_s=PATIENCE_S)
         with pytest.raises(PeerTimeout, match="'chunks' packet"):
             receive_region(channel, arena=arena, timeout_s=SHORT_S)

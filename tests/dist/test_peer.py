@@ -1,48 +1,22 @@
-"""The peer transport on four processes of this host: the conformance suite, faults, many transitions, clean closing."""
+"""The peer transport on four processes of this host: the conformance suite, parts, many transitions, refusals."""
 
-import contextlib
 import os
 import re
-import signal
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transport_suite
+from forked_ranks import ArenaMemory, outcomes_of, together
 from transport_suite import WORLD, Pair, bound, check_case, row_layout, sample_cases
 
 from reshard import PeerTransport, Resharder, make_plan
 from reshard.arena import Arena
-from reshard.errors import PeerTimeout, PlanError, StateError, TransportError
+from reshard.errors import PeerTimeout, PlanError, StateError, TransportError, VerifyError
 from reshard.resharder import State
 
 NUM_CASES = 40
 SHIFTED = (row_layout(64, 50, WORLD), row_layout(64, 50, WORLD, first_row=8))
-
-
-class ArenaMemory:
-    """Destination storages, each in a region of its own or several in one."""
-
-    def __init__(self) -> None:
-        self.arena, self.count = Arena.host(), 0
-
-    def __call__(self, name: str, num_bytes: int) -> torch.Tensor:
-        self.count += 1
-        return self.arena.allocate(f"{self.count}.{name}", num_bytes).tensor(shape=(num_bytes,))
-
-
-def worker(rank: int, folder: str, scenario: str) -> None:
-    torch.set_num_threads(1)
-    globals()[scenario](rank, folder)
-    Path(folder, f"finished-{rank}").touch()
-
-
-@pytest.fixture
-def folder():
-    with tempfile.TemporaryDirectory(prefix="reshard") as path:
-        yield path
 
 
 def conformance(rank: int, folder: str) -> None:
@@ -53,6 +27,67 @@ def conformance(rank: int, folder: str) -> None:
             check_case(case, rank, transport, memory)
         except Exception as error:
             raise AssertionError(f"case {index}: {case}") from error
+
+
+def parts_in_any_order(rank: int, folder: str) -> None:
+    """Each rank pushes its parts in an order of its own and waits for them in another; each is whole when it should."""
+    memory = ArenaMemory()
+    transport = PeerTransport(memory.arena, folder, num_threads=1)
+    for index, case in enumerate(sample_cases(NUM_CASES)):
+        plan = make_plan(case.source, case.destination, topology=case.topology)
+        parts = [[name] for name in plan.destination.specs]
+        order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(index * WORLD + rank)).tolist()
+        source = transport_suite.allocate_storages(
+            case.source, rank, lambda _, size: torch.empty(size, dtype=torch.uint8)
+        )
+        destination = transport_suite.allocate_storages(case.destination, rank, memory)
+        with Resharder(plan, source, destination, rank=rank, transport=transport, parts=parts) as resharder:
+            for update in (1, 2):
+                values = transport_suite.full_tensors(case.source, update)
+                transport_suite.fill(source, case.source, rank, values)
+                resharder.begin()
+                for part in order:
+                    resharder.push(part)
+                for part in reversed(order):
+                    resharder.wait_part(part, deadline_s=30)
+                    check_tensor(case, rank, destination, values, parts[part][0])
+                assert resharder.state is State.TRANSITION
+                assert resharder.wait(deadline_s=30).num_parts == len(parts)
+                transport_suite.check_destination(plan, rank, destination, values)
+                resharder.verify()
+
+
+def check_tensor(case: Pair, rank: int, found: dict, values: dict, name: str) -> None:
+    for holding in case.destination.holdings(rank) if rank in case.destination.ranks else ():
+        region, address = holding.region, holding.address
+        if region.name == name and not region.is_empty:
+            view = transport_suite.box_view(found[address.storage], address, region.shape)
+            box = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
+            assert torch.equal(view, values[name][box].to(view.dtype)), f"part {name} was said to be complete"
+
+
+def refused_orders_of_calls(rank: int, folder: str) -> None:
+    memory, plan = ArenaMemory(), make_plan(*SHIFTED)
+    source = {"w": torch.zeros(64 * 50)}
+    destination = {"w": memory("w", 64 * 50 * 4)}
+    transport = PeerTransport(memory.arena, folder)
+    with Resharder(plan, source, destination, rank=rank, transport=transport, parts="layers") as resharder:
+        with pytest.raises(StateError, match="no transition is in flight"):
+            resharder.push(0)
+        resharder.begin()
+        with pytest.raises(StateError, match=r"a transition is in flight: call wait\(\)"):
+            resharder.begin()
+        with pytest.raises(StateError, match=r"part 0 was not pushed: this rank sends some of it"):
+            resharder.wait_part(0)
+        with pytest.raises(ValueError, match="part 7 of 1: expected 0 to 0"):
+            resharder.push(7)
+        resharder.push(0)
+        with pytest.raises(StateError, match="part 0 was pushed already in this transition"):
+            resharder.push(0)
+        assert resharder.state is State.TRANSITION
+        resharder.wait()
+        resharder.run()
+        assert resharder.version == 2
 
 
 def many_transitions(rank: int, folder: str) -> None:
@@ -67,59 +102,44 @@ def many_transitions(rank: int, folder: str) -> None:
             resharder.run(deadline_s=60)
             if update % 50 == 0:
                 transport_suite.check_destination(resharder.plan, rank, destination, values)
+                resharder.verify()
                 sizes.append((len(os.listdir("/proc/self/fd")), resident_pages()))
         assert sizes[1][0] == sizes[-1][0], f"descriptors grew: {sizes}"
         assert sizes[-1][1] - sizes[1][1] < 512, f"resident memory grew by over 2 MiB: {sizes}"
         assert resharder.version == 1000 and resharder.stats.staging_bytes == 0
+        assert resharder.stats.num_launches <= 10
 
 
 def resident_pages() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
-def a_killed_rank(rank: int, folder: str) -> None:
+def a_flipped_bit(rank: int, folder: str) -> None:
+    """Rank 1 flips one bit of a box that rank 2 sent it; both name it. NaNs of equal bits are no difference."""
     memory, case = ArenaMemory(), Pair(*SHIFTED)
-    with bound(case, rank, PeerTransport(memory.arena, folder), memory) as (resharder, source, _):
-        transport_suite.fill(source, case.source, rank, transport_suite.full_tensors(case.source, 1))
-        resharder.run(deadline_s=30)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        before = source["w"].clone()
-        if rank in (0, 2):
-            with pytest.raises(TransportError, match=rf"rank {rank}, transition 2: rank 1 is gone; it had to "):
-                resharder.run(deadline_s=60)
-            assert resharder.state is State.STALE
-            with pytest.raises(StateError, match="not whole"):
-                resharder.require_complete()
-        assert torch.equal(before, source["w"])
-        Path(folder, f"checked-{rank}").touch()
-        os._exit(0)
-
-
-def a_late_rank(rank: int, folder: str) -> None:
-    """Rank 1 comes to transition 2 after its neighbours gave up on it, by name; transition 3 makes all whole."""
-    memory, case = ArenaMemory(), Pair(*SHIFTED)
-    store = torch.distributed.FileStore(f"{folder}/store", WORLD)
     with bound(case, rank, PeerTransport(memory.arena, folder), memory) as (resharder, source, destination):
         transport_suite.fill(source, case.source, rank, transport_suite.full_tensors(case.source, 1))
-        resharder.run(deadline_s=60)
+        source["w"].view(torch.int32)[3] = 0x7FC00123
+        resharder.run(deadline_s=30)
+        own, received = {0: (16, 8), 1: (8, 8), 2: (8, 8), 3: (8, 0)}[rank]
+        assert resharder.verify() == (own + received) * 50 * 4
         if rank == 1:
-            store.wait(["gave up 0", "gave up 2"])
-        match = rf"rank {rank}, transition 2: waited 0.5 s for rank [0-3] to (open its destination|send its last bytes)"
-        try:
-            resharder.run(deadline_s=0.5)
-            outcome = "complete"
-        except PeerTimeout as error:
-            outcome = str(error)
-            assert re.match(match, outcome), outcome
-            assert resharder.state is State.STALE
-        assert rank not in (0, 2) or "for rank 1 " in outcome
-        store.set(f"gave up {rank}", "")
-        store.wait([f"gave up {other}" for other in range(WORLD)])
-        values = transport_suite.full_tensors(case.source, 3)
-        transport_suite.fill(source, case.source, rank, values)
-        resharder.run(deadline_s=60)
-        transport_suite.check_destination(resharder.plan, rank, destination, values)
+            destination["w"][-17 - 4 * 50] ^= 4
+        if rank in (1, 2):
+            box = r"w\[32:40, 0:50\] from rank 2 to rank 1: the values that were sent have checksum \w{16}, those that"
+            with pytest.raises(VerifyError, match=rf"{box} the destination holds \w{{16}}; 1 of the \d+ ends"):
+                resharder.verify()
+        else:
+            resharder.verify()
+        together(rank, folder, "checked")
+        if rank == 1:
+            destination["w"][-17 - 4 * 50] ^= 4
+            destination["w"][5] ^= 1
+            match = r"w\[16:32, 0:50\]|w\[24:32, 0:50\] inside rank 1: w\[\d+, \d+\]: the destination holds"
+            with pytest.raises(VerifyError, match=match):
+                resharder.verify()
+        else:
+            resharder.verify()
 
 
 def plans_that_differ(rank: int, folder: str) -> None:
@@ -142,7 +162,7 @@ def plans_that_differ(rank: int, folder: str) -> None:
 
 def a_rank_that_never_comes(rank: int, folder: str) -> None:
     memory, case = ArenaMemory(), Pair(*SHIFTED)
-    everyone_is_up(rank, folder)
+    together(rank, folder, "up")
     if rank == 1:
         return
     transport = PeerTransport(memory.arena, folder, timeout_s=3.0)
@@ -150,16 +170,9 @@ def a_rank_that_never_comes(rank: int, folder: str) -> None:
     if rank in (0, 2):
         with pytest.raises(PeerTimeout, match=match), bound(case, rank, transport, memory):
             pass
-    elif rank == 3:
-        with contextlib.suppress(TransportError), bound(case, rank, transport, memory):
-            pass
-
-
-def everyone_is_up(rank: int, folder: str) -> None:
-    """Start together: processes come up seconds apart on a busy machine."""
-    store = torch.distributed.FileStore(f"{folder}/up", WORLD)
-    store.set(f"up {rank}", "")
-    store.wait([f"up {other}" for other in range(WORLD)])
+    else:
+        with pytest.raises(TransportError), bound(case, rank, transport, memory) as (resharder, _, _):
+            resharder.run()
 
 
 def memory_outside_the_arena(rank: int, folder: str) -> None:
@@ -174,25 +187,26 @@ def memory_outside_the_arena(rank: int, folder: str) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "conformance",
-        "many_transitions",
-        "a_late_rank",
-        "plans_that_differ",
-        "a_rank_that_never_comes",
-        "memory_outside_the_arena",
-    ],
-)
-def test_peer(folder, scenario):
-    mp.spawn(worker, args=(folder, scenario), nprocs=WORLD)
-    assert {f"finished-{rank}" for rank in range(WORLD)} <= {path.name for path in Path(folder).iterdir()}
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        conformance,
+        parts_in_any_order,
+        refused_orders_of_calls,
+        many_transitions,
+        a_flipped_bit,
+        plans_that_differ,
+        a_rank_that_never_comes,
+        memory_outside_the_arena,
+    )
+}
 
 
-def test_a_killed_rank_ends_its_neighbours_at_once_with_its_name(folder):
-    context = mp.spawn(worker, args=(folder, "a_killed_rank"), nprocs=WORLD, join=False)
-    for process in context.processes:
-        process.join(60)
-    assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL, 0, 0]
-    assert {"checked-0", "checked-2", "checked-3"} <= {path.name for path in Path(folder).iterdir()}
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return outcomes_of(SCENARIOS)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_peer(outcomes, scenario):
+    assert outcomes[scenario] == ""
