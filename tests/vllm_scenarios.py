@@ -37,7 +37,7 @@ def model_config(kind: str, vocabulary: int) -> PretrainedConfig:
         "initializer_range": 0.2,
     }
     if kind == "qwen3_moe":
-        return Qwen3MoeConfig(**common, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2)
+        return Qwen3MoeConfig(**common, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
     return LlamaConfig(**common, tie_word_embeddings=kind == "llama_tied")
 
 
@@ -125,6 +125,7 @@ def run_updates(folder: Path, llm, sync, model: PreTrainedModel, save: Path) -> 
 
 def colocated(folder: Path, *, in_place: bool) -> None:
     from reshard.vllm import LLMClient, WeightSync
+    from reshard.vllm.engine import local_engine
 
     if in_place:
         keep_weights_in_place()
@@ -132,10 +133,8 @@ def colocated(folder: Path, *, in_place: bool) -> None:
     llm = start_engine(folder, enable_prefix_caching=True)
     sync = WeightSync.connect(LLMClient(llm), model)
     assert all(sync.plan.received_bytes(r) == 0 for r in sync.plan.scope)
-    staged = 0 if in_place else 1
-    from reshard.vllm.engine import local_engine
-
-    assert staged is None or (local_engine().live.staging_bytes > 0) == staged
+    has_experts = model.config.model_type == "qwen3_moe"
+    assert (local_engine().live.staging_bytes > 0) == (has_experts or not in_place)
     run_updates(folder, llm, sync, model, folder)
     assert sync.verify() > 0
     sync.close()
@@ -220,7 +219,7 @@ def separate_two(folder: Path) -> None:
 
 
 def rollout_engine(folder: Path) -> None:
-    """The rollout engine of `hybrid`: weights first, seeds, stop ids, limits, log-probs at the temperature, versions."""
+    """The rollout engine of `hybrid`: weights first, seeds, stop ids, limits, log-probs at temperature, versions."""
     from hybrid.engines.rollout_vllm import VllmOptions, VllmRolloutEngine
     from hybrid.engines.sampling import SamplingParams
     from hybrid.engines.train_torch import TorchTrainEngine

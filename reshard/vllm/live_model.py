@@ -18,8 +18,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from reshard.errors import LayoutError
 from reshard.layout import Address, Holding, Layout, TensorSpec
@@ -33,6 +35,8 @@ from reshard.vllm.layout import EngineLayout, learn_layout
 logger = logging.getLogger(__name__)
 
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+_ORDERLY_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+_ORDERLY_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
 STAGED = "reload:"
 """Storages of checkpoint tensors that vLLM's own reload takes."""
 _NOT_IN_CHECKPOINTS = ("*_scale", "*.k_scale", "*.v_scale", "*zero_point", "*rotary_emb*", "*.inv_freq")
@@ -88,7 +92,8 @@ class LiveModel:
         self._derived = self._modules_of(learnt.derived)
         self._packed = [module for module in self._model.modules() if _packs_embedding(module)]
         self._staging, self._reloaded = {}, []
-        return self._with_staging(learnt, specs, rank, allocate) if learnt.opaque else learnt.layout
+        opaque = {**repacked_parameters(self._model), **learnt.opaque}
+        return self._with_staging(learnt, opaque, specs, rank, allocate) if opaque else learnt.layout
 
     def finish(self) -> None:
         """Bring everything that depends on the new weights up to date; called after each transition."""
@@ -97,6 +102,7 @@ class LiveModel:
         with torch.no_grad(), set_current_vllm_config(self._config):
             if self._reloaded:
                 for module in self._reloaded:
+                    _pack_anew(module)
                     initialize_layerwise_reload(module)
                 self._model.load_weights((name.removeprefix(STAGED), t) for name, t in self._staging.items())
                 for module in self._reloaded:
@@ -131,10 +137,15 @@ class LiveModel:
         return list(found.values())
 
     def _with_staging(
-        self, learnt: EngineLayout, specs: Mapping[str, TensorSpec], rank: int, allocate: Allocate | None
+        self,
+        learnt: EngineLayout,
+        opaque: Mapping[str, str],
+        specs: Mapping[str, TensorSpec],
+        rank: int,
+        allocate: Allocate | None,
     ) -> Layout:
         """The Layout with whole checkpoint tensors, in staging, for every layer that holds an opaque parameter."""
-        owners = sorted({name.rpartition(".")[0] for name in learnt.opaque})
+        owners = sorted({name.rpartition(".")[0] for name in opaque})
         inside = {name: found for name, found in learnt.sources.items() if name.rpartition(".")[0] in owners}
         needed = {source for found in inside.values() for source in found}
         sources = [name for name in specs if name in needed]
@@ -143,9 +154,9 @@ class LiveModel:
         logger.warning(
             "%d parameters of %s are not laid out as loaded (first: %s, %s); their layers take vLLM's own reload, "
             "which stages %d tensors",
-            len(learnt.opaque),
+            len(opaque),
             type(self._model).__name__,
-            *next(iter(learnt.opaque.items())),
+            *next(iter(opaque.items())),
             len(sources),
         )
         make = allocate or self._allocate
@@ -164,6 +175,34 @@ class LiveModel:
 def _whole(spec: TensorSpec, tensor: torch.Tensor, rank: int) -> Holding:
     address = Address(STAGED + spec.name, 0, dense_strides(spec.shape), dtype_of(tensor.dtype))
     return Holding(rank, Region(spec.name, (0,) * len(spec.shape), spec.shape), address)
+
+
+def repacked_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameters that vLLM's kernels may reorder after loading without a change of shape, each with the reason.
+
+    Plain linear layers, embeddings and Triton's experts keep the order that they were loaded in; any other way of
+    holding weights (quantised ones, experts of other kernels) is taken not to.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        method = _quant_method(module)
+        if method is None or _keeps_order(method):
+            continue
+        reason = f"{type(method).__name__} may reorder it after loading"
+        found.update({f"{name}.{leaf}": reason for leaf, _ in module.named_parameters(recurse=False)})
+    return found
+
+
+def _quant_method(module: nn.Module) -> object | None:
+    """How a layer of vLLM holds its weights; some of these are modules themselves."""
+    return vars(module).get("quant_method") or module._modules.get("quant_method")
+
+
+def _keeps_order(method: object) -> bool:
+    backend = vars(method).get("unquantized_backend")
+    if backend is not None:
+        return str(backend.name) in _ORDERLY_EXPERTS and not current_platform.is_rocm()
+    return type(method).__name__ in _ORDERLY_METHODS
 
 
 def check_same_model(given: Mapping[str, TensorSpec], model_config: ModelConfig) -> None:
@@ -204,10 +243,16 @@ class _Recomputes(Protocol):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
 
 
+def _pack_anew(module: nn.Module) -> None:
+    """On a CPU: let experts be packed for their kernel again; vLLM does it at the first load only."""
+    method = _quant_method(module)
+    if current_platform.is_cpu() and isinstance(method, UnquantizedFusedMoEMethod):
+        method.moe_kernel = None
+
+
 def _packs_embedding(module: nn.Module) -> bool:
     """Whether a head runs on a packed copy of its weight (on a CPU)."""
-    method = vars(module).get("quant_method")
-    return isinstance(method, UnquantizedEmbeddingMethod) and "cpu_linear" in vars(module)
+    return isinstance(_quant_method(module), UnquantizedEmbeddingMethod) and "cpu_linear" in vars(module)
 
 
 def _recompute(module: nn.Module, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def run(name: str, folder: Path, *, num_processes: int = 1, **environment: str) -> None:
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--master-port=0"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     done = subprocess.run(
         [sys.executable, *(launcher if num_processes > 1 else []), str(SCENARIOS), name, str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
