@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PLANNER = ("test_planner.py", "test_plan_properties.py")
-LAYOUTS = ("test_parallel_layout.py", "test_parallel_vllm.py", "test_parallel_fsdp.py")
+PLANNER = ("test_planner.py", "test_layout_cases.py", "test_plan_properties.py")
 
 
 class Fault(NamedTuple):
@@ -119,28 +118,40 @@ FAULTS = [
         "parallel_layout",
         'coordinates.get("tp", zeros) * self.num_fsdp + fsdp',
         'fsdp * self.num_tp + coordinates.get("tp", zeros)',
-        LAYOUTS,
+        ("test_parallel_fsdp.py",),
     ),
     Fault(
         "FSDP cuts even chunks",
         "parallel_cuts",
         "max(math.ceil(self.num_rows / num_chunks), 1)",
         "max(self.num_rows // num_chunks, 1)",
-        LAYOUTS,
+        ("test_parallel_fsdp.py",),
     ),
     Fault(
         "experts that are left over go to the last rank",
         "parallel_cuts",
         "early = further * (base + 1)",
         "early = 0 * further",
-        LAYOUTS,
+        ("test_parallel_vllm.py",),
     ),
     Fault(
         "fused queries, keys and values are not interleaved",
         "parallel_cuts",
         "first = group * group_rows + shift",
         "first = group * rows + shift * groups",
-        LAYOUTS,
+        ("test_layout_cases.py",),
+    ),
+    Fault(
+        "different elements may share bytes",
+        "planner",
+        "    check_no_overlaps(destination, scope)\n",
+        "",
+    ),
+    Fault(
+        "boxes that run over the end of a row pass for apart",
+        "planner_hazards",
+        "apart & (reach[:, 1:] <= wider[:, :-1]).all(axis=1)",
+        "apart",
     ),
 ]
 
