@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.errors import PlanError, ReshardError, StateError
 from reshard.parts import Parts
 from reshard.plan import Plan
-from reshard.transports.base import BoundTransfer, Tensors, Transport, endpoints, rank_copies
+from reshard.transports.base import BoundTransfer, Endpoint, Tensors, Transport, endpoints, rank_copies
 from reshard.transports.local import LocalTransport
 from reshard.transports.runner import common_device, is_capturing
 from reshard.verify import Checks
@@ -275,10 +275,13 @@ class Resharder:
         return self._checks.run(self._bound, deadline_s=deadline_s)
 
     def close(self) -> None:
-        """Release what the transport holds. Tensors of both sides stay as they are."""
+        """Release what the transport holds, and let go of the tensors of both sides, which stay as they are."""
         if self._state is not State.CLOSED:
             self._bound.close()
-            self._state = State.CLOSED
+            self._state, self._checks = State.CLOSED, None
+            self._source, self._destination = (
+                Endpoint(side=each.side, tensors={}, addresses=()) for each in (self._source, self._destination)
+            )
 
     def __enter__(self) -> Resharder:
         """Itself."""

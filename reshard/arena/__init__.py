@@ -2,6 +2,7 @@
 
 from reshard.arena.arena import Arena, ArenaRegion, RegionChoice
 from reshard.arena.channel import Channel, Credentials, Deadline, Listener
+from reshard.arena.lend import Borrowed, borrow_tensors, lend_tensors
 from reshard.arena.records import (
     CUDA_CHUNK_CLASSES,
     HOST_CHUNK_CLASSES,
@@ -18,6 +19,7 @@ __all__ = [
     "Arena",
     "ArenaRegion",
     "ArenaStats",
+    "Borrowed",
     "Channel",
     "Credentials",
     "Deadline",
@@ -29,6 +31,8 @@ __all__ = [
     "RegionOrigin",
     "RegionShare",
     "RegionState",
+    "borrow_tensors",
+    "lend_tensors",
     "receive_region",
     "send_region",
 ]
