@@ -141,8 +141,8 @@ def test_importing_reshard_and_the_pure_modules_loads_no_torch():
     modules = (
         "dtype region mesh topology pattern layout layout_merge boxes copy_table certificate plan plan_names "
         "plan_digest plan_text plan_io plan_oracle plan_oracle_boxes plan_gather planner planner_class planner_floor "
-        "planner_sides planner_table planner_hazards planner_overlaps groups spec spec_families parallel_cuts parallel_layout strided_view simulator "
-        "scenario report cli"
+        "planner_sides planner_table planner_hazards planner_overlaps groups spec spec_families parallel_cuts "
+        "parallel_layout strided_view simulator scenario report cli"
     )
     imports = "; ".join(f"import reshard.{module}" for module in modules.split())
     code = f"import sys, reshard; {imports}; reshard.make_plan; assert 'torch' not in sys.modules, 'torch was loaded'"
