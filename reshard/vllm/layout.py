@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 
 from reshard.layout import Layout, TensorSpec
 from reshard.loader_layout import LoadWeights, trace_loader
+from reshard.vllm.after_loading import moved_elements
 from reshard.vllm.meta_model import isolated, meta_model
 
 
@@ -53,7 +54,7 @@ def learn_layout(
         trace = trace_loader(_loader(twin), checkpoint, targets, rank=rank, memory=memory)
     reasons = dict.fromkeys(trace.layout.opaque(rank), "its loader computes it from the checkpoint")
     if live is not None:
-        reasons |= _differences(targets, _targets(live))
+        reasons |= moved_elements(twin, live) | _differences(targets, _targets(live))
     parameters = {name for name, _ in twin.named_parameters()}
     return EngineLayout(
         layout=_without(trace.layout, rank, reasons) if reasons else trace.layout,

@@ -32,3 +32,8 @@ class _Absent(pytest.Module):
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Skip instead of importing what imports vLLM."""
     return None if _is_installed() or "vllm" in sys.modules else _Absent.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Planned engines first: they need a process that no live engine has given a process group yet."""
+    items.sort(key=lambda item: item.path.name not in ("test_vllm_layouts.py", "test_vllm_layouts_full_size.py"))
