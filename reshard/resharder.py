@@ -115,6 +115,8 @@ class Resharder:
         self._state = State.TRAINING
         self._version = 0
         self._started = 0.0
+        self._pushed: set[int] = set()
+        self._stream: int | None = None
         self._stats = self._initial_stats()
 
     @property
@@ -175,6 +177,7 @@ class Resharder:
             raise StateError("the stream is being captured: call run(), which queues its copies for the graph")
         self._next_version = self._version + 1 if version is None else version
         self._started = time.perf_counter()
+        self._pushed, self._stream = set(), stream
         with self._failing_stale():
             self._bound.begin(stream=stream)
             self._state = State.TRANSITION
@@ -189,6 +192,9 @@ class Resharder:
             TransportError, DeviceError: the transition failed; the state is STALE.
         """
         self._check_in_flight(part)
+        if part in self._pushed:
+            raise StateError(f"part {part} was pushed already in this transition: its weights may have changed since")
+        self._pushed.add(part)
         with self._failing_stale():
             self._bound.push(part, stream=stream)
 
@@ -212,6 +218,8 @@ class Resharder:
             TransportError, PeerTimeout: the transition failed; the state is STALE and training weights are intact.
         """
         self._check_in_flight(0)
+        for part in sorted(set(range(self.parts.num)) - self._pushed):
+            self.push(part, stream=self._stream)
         with self._failing_stale():
             self._bound.wait(deadline_s=deadline_s)
         self._count(time.perf_counter() - self._started)

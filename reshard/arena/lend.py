@@ -104,9 +104,10 @@ def _view(entry: object, regions: Sequence[ImportedRegion]) -> tuple[str, torch.
     import torch
 
     match entry:
-        case [str(name), int(index), int(offset), str(dtype), [*shape], [*strides]] if 0 <= index < len(regions):
+        case [str(name), int(index), int(offset), str(dtype), list(shape), list(strides)] if index < len(regions):
             kind: torch.dtype = torch.__dict__[DType(dtype).value]
-            span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+            dims = [(int(n), int(s)) for n, s in zip(shape, strides, strict=True)]
+            span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in dims)
             flat = regions[index].tensor(kind, (span,), offset_bytes=offset)
-            return name, flat.as_strided(shape, strides)
+            return name, flat.as_strided([n for n, _ in dims], [s for _, s in dims])
     raise TransportError(f"a peer described a tensor in a way that can't be read: {entry!r}")

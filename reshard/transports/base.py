@@ -93,7 +93,9 @@ class BoundTransfer(ABC):
         """Start a transition: from here on the destination may be written. `stream` is a raw handle."""
 
     def push(self, part: int, *, stream: int | None) -> None:  # noqa: B027
-        """The part's source tensors are final, on a device once what is queued on `stream` is done. Never blocks."""
+        """The part's source tensors are final, on a device once what is queued on `stream` is done. Never blocks. Each
+        part is pushed once before `wait`.
+        """
 
     def wait_part(self, part: int, *, deadline_s: float) -> None:
         """Block until the part is complete on this rank. StateError where all parts travel together."""

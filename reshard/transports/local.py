@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reshard.errors import PlanError
+from reshard.errors import PlanError, StateError
 from reshard.parts import Parts
 from reshard.plan import Copy, Plan
 from reshard.schedule import wire_dtype
@@ -19,7 +19,6 @@ from reshard.transports.runner import Launches, common_device
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 
 class LocalTransport:
@@ -71,7 +70,7 @@ class LocalTransport:
             Launches(local_tables(part, source, destination), device, num_threads=self._num_threads, graph=graph)
             for part in by_part
         ]
-        return _LocalTransfer(device, launches, frozenset(in_place))
+        return _LocalTransfer(launches, frozenset(in_place))
 
 
 def local_tables(copies: Sequence[Copy], source: Endpoint, destination: Endpoint) -> list[np.ndarray]:
@@ -139,19 +138,24 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 class _LocalTransfer(BoundTransfer):
     """Launches for each part; on the host the copies happen in `push`, on a device `push` queues them."""
 
-    def __init__(self, device: torch.device | None, parts: list[Launches], in_place: frozenset[int]) -> None:
-        self._device, self._parts = device, parts
+    def __init__(self, parts: list[Launches], in_place: frozenset[int]) -> None:
+        self._parts = parts
+        self._pushed: set[int] = set()
         self.in_place = in_place
         self.num_launches = sum(part.num_launches for part in parts)
         self.staging_bytes = sum(part.device_bytes for part in parts)
 
     def begin(self, *, stream: int | None) -> None:
         """Nothing to open: the destination is this process's own."""
+        self._pushed.clear()
 
     def push(self, part: int, *, stream: int | None) -> None:
+        self._pushed.add(part)
         self._parts[part].launch(stream)
 
     def wait_part(self, part: int, *, deadline_s: float) -> None:
+        if part not in self._pushed:
+            raise StateError(f"part {part} was not pushed: push({part}) comes first")
         self._parts[part].synchronize(deadline_s, what=f"local copies of part {part}")
 
     def wait(self, *, deadline_s: float) -> None:

@@ -150,9 +150,7 @@ class PeerTransfer(BoundTransfer):
         self._outgoing = {link.rank: link for link in outgoing}
         self._pages = {link.rank: Page(link.control.address, route.num_parts) for link in outgoing}
         self._epoch = 0
-        self._stream: int | None = None
         self._courses: dict[int, Course] = {}
-        self._pushed: set[int] = set()
         self._closed = False
         launches = [leg.launches for leg in route.legs.values()]
         self.in_place = frozenset().union(*route.in_place.values())
@@ -171,7 +169,7 @@ class PeerTransfer(BoundTransfer):
         with self._reporting():
             if self._incoming:
                 drain_stream(self._device, stream)
-        self._stream, self._courses, self._pushed = stream, {}, set()
+        self._courses = {}
         _C.counter_store(self._own.page.released, self._epoch)
         self._epoch += 1
         _C.counter_store(self._own.page.ready, self._epoch)
@@ -183,9 +181,6 @@ class PeerTransfer(BoundTransfer):
 
     def push(self, part: int, *, stream: int | None) -> None:
         """Write the part at once where every receiver is ready already, else in a later call."""
-        if part in self._pushed:
-            raise StateError(f"part {part} was pushed already in this transition: its weights may have changed since")
-        self._pushed.add(part)
         with self._reporting():
             if part not in self._courses:
                 self._courses[part] = Course(self._course(part, stream))
@@ -208,11 +203,8 @@ class PeerTransfer(BoundTransfer):
                 others = [other for other in others if not other.advance(0.0)]
 
     def wait(self, *, deadline_s: float) -> None:
-        """Push what was not pushed yet, and wait for every part."""
+        """Wait for every part."""
         deadline = time.monotonic() + deadline_s
-        for part in range(self._route.num_parts):
-            if part not in self._courses:
-                self.push(part, stream=self._stream)
         for part in range(self._route.num_parts):
             self._complete(part, deadline, deadline_s)
 
