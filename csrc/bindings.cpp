@@ -16,5 +16,6 @@ PYBIND11_MODULE(_C, module) {
     reshard::bind_copy(module);
     reshard::bind_quant(module);
     reshard::bind_arena(module);
+    reshard::bind_ipc(module);
     reshard::bind_counters(module);
 }

@@ -14,6 +14,9 @@ void bind_quant(pybind11::module_& module);
 // Arena: physical memory, address ranges and their exchange (arena_bindings.cpp).
 void bind_arena(pybind11::module_& module);
 
+// Memory of other allocators, opened to other processes by CUDA IPC handles (ipc.cpp).
+void bind_ipc(pybind11::module_& module);
+
 // Counters in shared memory and waiting for them (counters.cpp).
 void bind_counters(pybind11::module_& module);
 

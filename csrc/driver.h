@@ -49,6 +49,18 @@ inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostAllocPortable = 1;
 inline constexpr unsigned kHostRegisterPortable = 1;
 
+inline constexpr unsigned kIpcLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+inline constexpr int kPointerMemoryType = 2;       // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+inline constexpr int kPointerDeviceOrdinal = 9;    // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+inline constexpr int kPointerRangeStart = 11;      // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+inline constexpr int kPointerRangeSize = 12;       // CU_POINTER_ATTRIBUTE_RANGE_SIZE
+inline constexpr int kPointerIpcCapable = 10;      // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+inline constexpr unsigned kMemoryTypeDevice = 2;   // CU_MEMORYTYPE_DEVICE
+
+struct IpcMemHandle {
+    char reserved[64];
+};
+
 struct MemLocation {
     int type;
     int id;
@@ -117,6 +129,10 @@ struct Uuid {
     X(mem_import_from_shareable_handle, cuMemImportFromShareableHandle,                                            \
       (MemHandle * handle, void* shareable, int handle_type))                                                      \
     X(mem_retain_allocation_handle, cuMemRetainAllocationHandle, (MemHandle * handle, void* address))              \
+    X(pointer_get_attribute, cuPointerGetAttribute, (void* data, int attribute, DevicePtr ptr))                    \
+    X(ipc_get_mem_handle, cuIpcGetMemHandle, (IpcMemHandle * handle, DevicePtr ptr))                               \
+    X(ipc_open_mem_handle, cuIpcOpenMemHandle_v2, (DevicePtr * ptr, IpcMemHandle handle, unsigned flags))          \
+    X(ipc_close_mem_handle, cuIpcCloseMemHandle, (DevicePtr ptr))                                                  \
     X(mem_host_alloc, cuMemHostAlloc, (void** ptr, std::size_t bytes, unsigned flags))                             \
     X(mem_free_host, cuMemFreeHost, (void* ptr))                                                                   \
     X(mem_host_register, cuMemHostRegister_v2, (void* ptr, std::size_t bytes, unsigned flags))                     \

@@ -24,6 +24,13 @@ static_assert(kAccessNone == CU_MEM_ACCESS_FLAGS_PROT_NONE && kAccessRead == CU_
 static_assert(kAccessReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 static_assert(kStreamNonBlocking == CU_STREAM_NON_BLOCKING && kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE && kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
+static_assert(kIpcLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS && kMemoryTypeDevice == CU_MEMORYTYPE_DEVICE);
+static_assert(kPointerMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+static_assert(kPointerDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+static_assert(kPointerRangeStart == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
+static_assert(kPointerRangeSize == CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+static_assert(kPointerIpcCapable == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE);
+static_assert(sizeof(IpcMemHandle) == sizeof(CUipcMemHandle) && alignof(IpcMemHandle) == alignof(CUipcMemHandle));
 static_assert(sizeof(DevicePtr) == sizeof(CUdeviceptr) && sizeof(Device) == sizeof(CUdevice));
 static_assert(sizeof(MemHandle) == sizeof(CUmemGenericAllocationHandle) && sizeof(Uuid) == sizeof(CUuuid));
 static_assert(sizeof(MemLocation) == sizeof(CUmemLocation));

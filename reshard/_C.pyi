@@ -351,6 +351,35 @@ def retire_torch_slot(slot: int) -> None:
 def torch_slot_info(slot: int) -> TorchSlotInfo:
     """Counts of a slot and why its last failing call failed."""
 
+# Memory of other allocators (csrc/ipc.cpp); the errors are those of the arena.
+
+def ipc_export(address: int) -> tuple[bytes, int, int]:
+    """Return the CUDA IPC handle, the first byte and the size of the device allocation that ``address`` lies in.
+
+    StateError for host memory and for device memory that has no such handle; see ``reshard.arena.ipc``.
+    """
+
+def ipc_num_open() -> int:
+    """Return how many allocations of other processes this process has open."""
+
+class IpcMapping:
+    """Another process's allocation, opened by its handle: once per process and device, whatever the number of these."""
+
+    def __init__(self, handle: bytes, *, num_bytes: int, device: int) -> None: ...
+    @property
+    def address(self) -> int:
+        """First byte, in this process."""
+    @property
+    def num_bytes(self) -> int:
+        """As it was given."""
+    @property
+    def is_open(self) -> bool:
+        """False once closed."""
+    def close(self) -> None:
+        """Drop it; waits for the device and unmaps where it is the last. StateError where views are alive."""
+    def dlpack(self, versioned: bool) -> object:
+        """As ArenaCore.dlpack."""
+
 def counter_load(address: int) -> int:
     """Value of the 4-byte counter at `address` (shared memory, multiple of 4); acquires what its writer wrote
     before.

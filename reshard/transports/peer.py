@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.arena import Arena, ArenaRegion, ImportedRegion, RegionOrigin
+from reshard.arena.ipc import DeviceMemory
 from reshard.errors import PlanError, StateError
 from reshard.parts import Parts
 from reshard.plan import Copy, Plan
@@ -35,7 +36,7 @@ class PeerTransport:
 
     Args:
         arena: the arena that this rank's destination tensors were allocated from (`Arena.host` or `Arena.cuda`).
-            Borrowed.
+            Borrowed. On a GPU they may also be plain tensors, which peers open by CUDA IPC (see `reshard.arena.ipc`).
         folder: a folder of this job's own, the same on every rank, for the socket files that ranks meet at; its path is
             short.
         imports: memory of other ranks that this rank's destination tensors, or those of its receivers, lie in.
@@ -117,25 +118,35 @@ class PeerTransport:
         return PeerTransfer(rank, device, own, incoming, outgoing, route)
 
     def _offer(self, copies: Mapping[int, Copy], destination: Endpoint) -> Offer:
-        regions: dict[int, ArenaRegion] = {}
+        regions: dict[tuple[str, int], ArenaRegion | DeviceMemory] = {}
         places: dict[str, tuple[int, int]] = {}
         imported: dict[str, tuple[RegionOrigin, int]] = {}
         for storage in dict.fromkeys(c.dst.storage for c in copies.values()):
             address = destination.tensors[storage].untyped_storage().data_ptr()
             region = self._arena.region_at(address)
-            if region is not None:
-                regions.setdefault(region.id, region)
-                places[storage] = (list(regions).index(region.id), address - region.address)
-                continue
             foreign = next((i for i in self._imports if i.address <= address < i.address + i.num_bytes), None)
-            if foreign is None:
-                raise PlanError(
-                    f"destination tensor {storage!r} is written by other processes but its memory is not the "
-                    "arena's: allocate it from the arena that this transport was given "
-                    "(arena.allocate(...).tensor(...)), or pass the region that it was imported with in imports="
-                )
-            imported[storage] = (foreign.origin, address - foreign.address)
-        return Offer(tuple(regions.values()), places, imported)
+            if region is None and foreign is not None:
+                imported[storage] = (foreign.origin, address - foreign.address)
+                continue
+            memory = region if region is not None else self._device_memory(storage, address)
+            key = ("arena", memory.id) if isinstance(memory, ArenaRegion) else ("device", memory.address)
+            regions.setdefault(key, memory)
+            places[storage] = (list(regions).index(key), address - memory.address)
+        return Offer(tuple(regions.values()), places, imported, owner=destination)
+
+    def _device_memory(self, storage: str, address: int) -> DeviceMemory:
+        """The allocation of another allocator on this arena's GPU that a storage lies in."""
+        what = (
+            f"destination tensor {storage!r} is written by other processes but its memory is not the arena's: "
+            "allocate it from the arena that this transport was given (arena.allocate(...).tensor(...)), or pass the "
+            "region that it was imported with in imports="
+        )
+        if self._arena.device < 0:
+            raise PlanError(what)
+        try:
+            return DeviceMemory.at(address)
+        except StateError as error:
+            raise PlanError(f"{what}; {error}") from error
 
     def _resolve(self, origin: RegionOrigin) -> int | None:
         if origin.arena != self._arena.id:

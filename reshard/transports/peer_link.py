@@ -27,6 +27,7 @@ from reshard.arena import (
     receive_region,
     send_region,
 )
+from reshard.arena.ipc import DeviceMemory, ImportedMemory, MemoryShare, receive_memory, send_memory
 from reshard.errors import PlanError, TransportError
 
 STORAGES_A_PACKET = 500
@@ -35,13 +36,16 @@ RANGES_A_PACKET = 4000
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a receiver opens to one sender: regions; for each storage in them (index of its region, byte offset); for
-    each storage in memory that the receiver itself imported (where that comes from, byte offset).
+    """What a receiver opens to one sender: regions, of its arena or of another allocator on its GPU; for each storage
+    in them (index of its region, byte offset); for each storage in memory that the receiver itself imported (where
+    that comes from, byte offset).
     """
 
-    regions: tuple[ArenaRegion, ...]
+    regions: tuple[ArenaRegion | DeviceMemory, ...]
     places: Mapping[str, tuple[int, int]]
     imported: Mapping[str, tuple[RegionOrigin, int]]
+    owner: object
+    """Keeps memory of other allocators allocated."""
 
 
 Resolve: TypeAlias = Callable[[RegionOrigin], int | None]
@@ -54,7 +58,7 @@ class IncomingLink:
 
     rank: int
     channel: Channel
-    shares: list[RegionShare]
+    shares: list[RegionShare | MemoryShare]
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class OutgoingLink:
     rank: int
     channel: Channel
     control: ImportedRegion
-    regions: list[ImportedRegion]
+    regions: list[ImportedRegion | ImportedMemory]
     addresses: dict[str, int]
     """In this process, of the first byte of each of the peer's storages."""
     shared: frozenset[str]
@@ -171,10 +175,13 @@ class Meeting:
         link.shares.append(send_region(channel, self._control, arena=self._control_arena, timeout_s=timeout_s))
         places: list[list[object]] = [[name, list(place)] for name, place in offer.places.items()]
         places += [[name, [o.arena, o.region, offset]] for name, (o, offset) in offer.imported.items()]
-        head: dict[str, object] = {"num_regions": len(offer.regions), "num_storages": len(places)}
-        channel.send("regions", head, timeout_s=timeout_s)
+        are_memory = [isinstance(region, DeviceMemory) for region in offer.regions]
+        channel.send("regions", {"are_memory": are_memory, "num_storages": len(places)}, timeout_s=timeout_s)
         for region in offer.regions:
-            link.shares.append(send_region(channel, region, arena=self._arena, timeout_s=timeout_s))
+            if isinstance(region, DeviceMemory):
+                link.shares.append(send_memory(channel, region, owner=offer.owner, timeout_s=timeout_s))
+            else:
+                link.shares.append(send_region(channel, region, arena=self._arena, timeout_s=timeout_s))
         for start in range(0, len(places), STORAGES_A_PACKET):
             channel.send("places", {"places": places[start : start + STORAGES_A_PACKET]}, timeout_s=timeout_s)
         return link
@@ -186,8 +193,8 @@ class Meeting:
             channel.send("hello", {"rank": self._rank, "digest": self._digest}, timeout_s=timeout_s)
             control = receive_region(channel, arena=self._control_arena, timeout_s=timeout_s)
             head, _ = channel.receive("regions", timeout_s=timeout_s)
-            num_regions, num_storages = _counts(head)
-            regions = [receive_region(channel, arena=self._arena, timeout_s=timeout_s) for _ in range(num_regions)]
+            are_memory, num_storages = _read_head(head)
+            regions = [self._receive(channel, is_memory, timeout_s) for is_memory in are_memory]
             places: list[Place] = []
             while len(places) < num_storages:
                 body, _ = channel.receive("places", timeout_s=timeout_s)
@@ -203,7 +210,12 @@ class Meeting:
             raise
         return link
 
-    def _address(self, place: Place, regions: Sequence[ImportedRegion], receiver: int) -> int:
+    def _receive(self, channel: Channel, is_memory: bool, timeout_s: float) -> ImportedRegion | ImportedMemory:
+        if is_memory:
+            return receive_memory(channel, device=self._arena.device, timeout_s=timeout_s)
+        return receive_region(channel, arena=self._arena, timeout_s=timeout_s)
+
+    def _address(self, place: Place, regions: Sequence[ImportedRegion | ImportedMemory], receiver: int) -> int:
         if place.origin is None:
             return regions[place.index].address + place.offset
         base = self._resolve(place.origin)
@@ -226,10 +238,10 @@ def _listening(path: Path) -> Iterator[Listener]:
         listener.close()
 
 
-def _counts(head: Mapping[str, object]) -> tuple[int, int]:
+def _read_head(head: Mapping[str, object]) -> tuple[list[bool], int]:
     match head:
-        case {"num_regions": int(num_regions), "num_storages": int(num_storages)} if num_regions >= 0:
-            return num_regions, num_storages
+        case {"are_memory": list(are_memory), "num_storages": int(num_storages)}:
+            return [bool(is_memory) for is_memory in are_memory], num_storages
     raise TransportError(f"the peer announced its regions in a way that can't be read: {dict(head)}")
 
 
@@ -243,7 +255,7 @@ class Place:
     origin: RegionOrigin | None
 
 
-def _read_places(body: Mapping[str, object], regions: Sequence[ImportedRegion]) -> list[Place]:
+def _read_places(body: Mapping[str, object], regions: Sequence[ImportedRegion | ImportedMemory]) -> list[Place]:
     found: list[Place] = []
     entries = body.get("places")
     for entry in entries if isinstance(entries, list) else [None]:
