@@ -73,7 +73,15 @@ def test_the_same_tensors_on_both_sides_cost_nothing():
     source = trainer_tensors()
     with bind(source, source) as resharder:
         before = {name: t.clone() for name, t in source.items()}
-        assert resharder.run().num_launches == 0
+        stats = resharder.run()
+        assert (stats.num_launches, stats.local_bytes) == (0, 0)
+        assert stats.aliased_bytes == sum(t.numel() * 4 for t in source.values())
+        resharder.require_complete()
+        resharder.train()
+        with pytest.raises(StateError, match=rf"{stats.aliased_bytes} bytes of the destination are the training wei"):
+            resharder.require_complete()
+        resharder.run()
+        resharder.require_complete()
     assert all(torch.equal(before[name], t) for name, t in source.items())
 
 
@@ -191,6 +199,9 @@ def test_verify_names_the_first_element_that_differs():
     destination = zeros_like(source)
     with bind(source, destination) as resharder:
         resharder.run()
+        source["norm.weight"].view(torch.int32)[:] = 0x7FC50001
+        resharder.run()
+        assert destination["norm.weight"].isnan().all() and resharder.verify() > 0, "NaNs of equal bits are equal"
         destination["proj.weight"][3, 5] = -7
         with pytest.raises(VerifyError, match=r"proj.weight\[3, 5\]: the destination holds -7.0, .* 1 of 64 elements"):
             resharder.verify()

@@ -1,5 +1,6 @@
 """Faults of the peer transport: each ends in time with the culprit's name, weights stay, the next transition works."""
 
+import multiprocessing
 import os
 import re
 import resource
@@ -15,7 +16,8 @@ from forked_ranks import ArenaMemory, launch, outcomes_of, together
 from transport_suite import WORLD, Pair, bound, row_layout
 
 from reshard import PeerTransport
-from reshard.errors import DeviceError, OutOfMemory, PeerTimeout, StateError, TransportError
+from reshard.arena import Channel
+from reshard.errors import DeviceError, OutOfMemory, PeerTimeout, PlanError, StateError, TransportError
 from reshard.resharder import State
 
 SHIFTED = Pair(row_layout(64, 50, WORLD), row_layout(64, 50, WORLD, first_row=8))
@@ -209,3 +211,44 @@ def test_a_rank_that_is_killed_or_stopped_is_named(scenario, codes):
         assert launch(scenario, folder) == codes
         checked = {path.name for path in Path(folder).iterdir()}
         assert {f"checked-{rank}" for rank, code in enumerate(codes) if code == 0} <= checked
+
+
+def connect_as_nobody(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.005)
+    for folder in (Path(path), Path(path).parent, Path(path).parent.parent):
+        folder.chmod(0o777)
+    os.setgid(65534)
+    os.setuid(65534)
+    with Channel.connect(path, timeout_s=20, allowed_uids={0, 65534}) as channel, pytest.raises(TransportError):
+        channel.receive("control", timeout_s=20)
+
+
+def say_hello_with_a_corrupted_digest(path: str) -> None:
+    with Channel.connect(path, timeout_s=20) as channel:
+        channel.send("hello", {"rank": 1, "digest": "f" * 64}, timeout_s=20)
+        with pytest.raises(TransportError, match="rank 1 has Plan ffffffffffff, rank 0 has"):
+            channel.receive("region", timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("stranger", "kind", "match"),
+    [
+        pytest.param(
+            connect_as_nobody,
+            TransportError,
+            r"rank 0, meeting the senders \[1\], missing \[1\]: refused process \d+ \(user 65534\): only the users",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user"),
+        ),
+        (say_hello_with_a_corrupted_digest, PlanError, r"missing \[1\]: rank 1 has Plan ffffffffffff, rank 0 has"),
+    ],
+)
+def test_a_stranger_at_the_socket_ends_the_bind_by_name(stranger, kind, match):
+    memory = ArenaMemory()
+    with tempfile.TemporaryDirectory(prefix="reshard") as folder:
+        process = multiprocessing.get_context("fork").Process(target=stranger, args=(f"{folder}/1/0.sock",))
+        process.start()
+        with pytest.raises(kind, match=match), bound(SHIFTED, 0, PeerTransport(memory.arena, folder), memory):
+            pass
+        process.join(60)
+        assert process.exitcode == 0
