@@ -36,7 +36,7 @@ class KeptBytes:
         """
         if self.is_saved:
             raise StateError("bytes of an earlier sleep are saved and not restored yet: restore them first")
-        merged = _merge(ranges)
+        merged = self._merge(ranges)
         num_bytes = sum(size for _, size in merged)
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._arena.device >= 0)
@@ -75,17 +75,17 @@ class KeptBytes:
             found.append(whole[region.id][begin : begin + size])
         return found
 
+    def _merge(self, ranges: Iterable[Range]) -> list[Range]:
+        """The ranges in order, touching ones as one; regions may touch as well, and then they stay apart."""
+        merged: list[Range] = []
+        starts = {region.address for region in self._arena.regions()}
+        for address, size in sorted(ranges):
+            if merged and merged[-1][0] + merged[-1][1] == address and address not in starts:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            elif size > 0:
+                merged.append((address, size))
+        return merged
+
     def _wait(self) -> None:
         if self._arena.device >= 0:
             torch.cuda.current_stream(self._arena.device).synchronize()
-
-
-def _merge(ranges: Iterable[Range]) -> list[Range]:
-    """The ranges in order, touching ones as one."""
-    merged: list[Range] = []
-    for address, size in sorted(ranges):
-        if merged and merged[-1][0] + merged[-1][1] == address:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        elif size > 0:
-            merged.append((address, size))
-    return merged
