@@ -1,16 +1,20 @@
 """The layout of a vLLM engine's rank, learnt from its own loader on the meta device."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from reshard.dtype import DType
 from reshard.layout import Layout, TensorSpec
 from reshard.loader_layout import LoadWeights, trace_loader
 from reshard.vllm.after_loading import moved_elements
 from reshard.vllm.meta_model import isolated, meta_model
+from reshard.vllm.quantised import QuantRule, find_rules
+
+_FLOAT8 = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class EngineLayout:
         unwritten: parameters that the loader never fills.
         opaque: parameters that ``layout`` can't describe, each with the reason; they need the engine's own reload path.
         sources: per parameter, the checkpoint tensors that its loader needs, opaque ones included.
+        quantised: parameters that the engine holds in float8, by name, each with the rule that fills it. ``layout`` has
+            them in full precision, in the rule's staged storage. Empty unless asked for: then they count as opaque.
         derived: tensors that the engine computed from its parameters after loading and that are no parameters
             themselves (``module.attribute``): stale once the parameters change, until the engine computes them anew.
     """
@@ -32,6 +38,7 @@ class EngineLayout:
     unwritten: tuple[str, ...]
     opaque: Mapping[str, str]
     sources: Mapping[str, tuple[str, ...]]
+    quantised: Mapping[str, QuantRule]
     derived: tuple[str, ...]
 
 
@@ -42,26 +49,37 @@ def learn_layout(
     rank: int,
     live: nn.Module | None = None,
     memory: str | None = None,
+    quantised: bool = False,
 ) -> EngineLayout:
     """The layout of the engine's rank that this process is, or would be; ``rank`` is its number in the Layout.
 
-    ``checkpoint`` are the tensors that the loader would get (``reshard.vllm.checkpoint``). With ``live``, the engine's
-    own model, parameters that vLLM replaced or repacked after loading come out opaque, each with what differs.
+    ``checkpoint`` are the tensors that the loader would get (``reshard.vllm.checkpoint``); without float8 among them,
+    the loader is that of the same model in full precision. With ``live``, the engine's own model, parameters that vLLM
+    replaced, moved or repacked after loading come out opaque, each with what differs. With ``quantised``, those that
+    it holds in float8 in a known way are described by rules instead.
     """
-    twin = meta_model(vllm_config)
+    specs = list(checkpoint)
+    twin = meta_model(vllm_config, quantised=any(spec.dtype in _FLOAT8 for spec in specs))
     targets = _targets(twin)
     with isolated(vllm_config):
-        trace = trace_loader(_loader(twin), checkpoint, targets, rank=rank, memory=memory)
+        trace = trace_loader(_loader(twin), specs, targets, rank=rank, memory=memory)
     reasons = dict.fromkeys(trace.layout.opaque(rank), "its loader computes it from the checkpoint")
+    rules: dict[str, QuantRule] = {}
     if live is not None:
-        reasons |= moved_elements(twin, live) | _differences(targets, _targets(live))
+        now = _targets(live)
+        differ = _differences(targets, now)
+        if quantised:
+            rules, whys = find_rules((name for name in differ if name not in reasons), targets, now)
+            differ = {n: f"{r}; {whys[n]}" if n in whys else r for n, r in differ.items() if n not in rules}
+        reasons |= {n: r for n, r in moved_elements(twin, live).items() if n not in rules} | differ
     parameters = {name for name, _ in twin.named_parameters()}
     return EngineLayout(
-        layout=_without(trace.layout, rank, reasons) if reasons else trace.layout,
+        layout=_settled(trace.layout, rank, reasons, rules) if reasons or rules else trace.layout,
         unread=trace.unread,
         unwritten=tuple(name for name in trace.unwritten if name in parameters),
         opaque=dict(sorted(reasons.items())),
         sources=trace.sources,
+        quantised=rules,
         derived=() if live is None else _derived(twin, live),
     )
 
@@ -96,9 +114,14 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{dtype}{list(tensor.shape)} with strides {tensor.stride()} from element {tensor.storage_offset()}"
 
 
-def _without(layout: Layout, rank: int, opaque: Mapping[str, str]) -> Layout:
-    """The layout with all holdings in opaque storages taken out."""
-    holdings = [h for h in layout.holdings(rank) if h.address.storage not in opaque]
+def _settled(layout: Layout, rank: int, opaque: Mapping[str, str], rules: Mapping[str, QuantRule]) -> Layout:
+    """The layout without holdings in opaque storages, and with staged storages in place of quantised ones."""
+    staged = {name: rule.staged for name, rule in rules.items()}
+    holdings = [
+        replace(h, address=replace(h.address, storage=staged.get(h.address.storage, h.address.storage)))
+        for h in layout.holdings(rank)
+        if h.address.storage not in opaque
+    ]
     used = {holding.region.name for holding in holdings}
     specs = [spec for name, spec in layout.specs.items() if name in used]
     return Layout.from_holdings(

@@ -34,13 +34,16 @@ _FRESH: Mapping[str, Callable[[], object]] = {
 }
 
 
-def meta_model(vllm_config: VllmConfig) -> nn.Module:
+def meta_model(vllm_config: VllmConfig, *, quantised: bool = True) -> nn.Module:
     """The model that an engine of this config and of this process's parallel state would build, on the meta device.
 
     Safe beside a live engine. Small integer tensors (expert maps) are real, as loaders read them. vLLM's parallel state
-    must be set up: by a live engine, or by ``reshard.vllm.planning``. Load it under ``isolated`` too.
+    must be set up: by a live engine, or by ``reshard.vllm.planning``. Load it under ``isolated`` too. Without
+    ``quantised`` all parameters are in full precision, whatever the config says.
     """
     with isolated(vllm_config) as config, torch.device("meta"), _RealIntegers():
+        if not quantised:
+            object.__setattr__(config, "quant_config", None)
         model: nn.Module = initialize_model(vllm_config=config)
     _to_meta(model)
     return model

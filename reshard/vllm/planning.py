@@ -146,7 +146,7 @@ def _without_peers() -> Iterator[None]:
         yield
 
 
-class _NamedGroup(parallel_state.GroupCoordinator):  # type: ignore[misc]
+class _NamedGroup(parallel_state.GroupCoordinator):
     """A group of vLLM's that knows its ranks and has nobody to talk to."""
 
     def __init__(

@@ -122,3 +122,20 @@ def test_tensors_that_the_engine_computed_from_its_weights_are_named(engine, liv
     norm = live.get_submodule("model.norm")
     monkeypatch.setitem(vars(norm), "absorbed", norm.weight.data * 2)
     assert learn_layout(engine.vllm_config, specs, rank=0, live=live).derived == ("model.norm.absorbed",)
+
+
+def test_a_parameter_in_float8_is_described_by_a_rule_if_asked_for(engine, live, specs, monkeypatch):
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    module = live.get_submodule(name.removesuffix(".weight"))
+    quantised = torch.zeros(64, 384, dtype=torch.float8_e4m3fn).t().contiguous().t()
+    monkeypatch.setitem(module._parameters, "weight", torch.nn.Parameter(quantised, False))
+    monkeypatch.setitem(module._parameters, "weight_scale", torch.nn.Parameter(torch.zeros(384, 1), False))
+    assert name in learn_layout(engine.vllm_config, specs, rank=0, live=live).opaque
+    learnt = learn_layout(engine.vllm_config, specs, rank=0, live=live, quantised=True)
+    rule = learnt.quantised[name]
+    assert name not in learnt.opaque and (rule.mode, rule.shape, rule.weight.strides) == ("rows", (384, 64), (64, 1))
+    found = {h.region.name: h.address for h in learnt.layout.holdings(0)}
+    value = found["model.layers.0.self_attn.v_proj.weight"]
+    assert (value.storage, value.offset_bytes) == (rule.staged, 320 * 64 * 4), (
+        "behind 8 query and 2 key heads of 32 rows"
+    )
