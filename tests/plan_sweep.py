@@ -186,11 +186,9 @@ def make_batch(seed: int, *, max_extent: int = 5, max_ranks: int = 6) -> Batch:
         for _ in range(2)
     ]
     for number in range(NUM_SHAPES):
-        shape = tuple(
-            rng.randint(1 if rng.random() < 0.2 else 3, max_extent)
-            for _ in range(0 if rng.random() < 0.05 else rng.choice([1, 2, 2, 3]))
-        )
-        shape = tuple(min(extent, 3) for extent in shape) if len(shape) == 3 else shape
+        num_dims = 0 if number == 0 and seed % 8 == 0 else rng.choice([1, 2, 2, 3])
+        shape = tuple(rng.randint(1 if rng.random() < 0.2 else 3, max_extent) for _ in range(num_dims))
+        shape = tuple(min(extent, 3) for extent in shape) if num_dims == 3 else shape
         sides = [[place(rng, shape, ranks[side], is_source=not side) for _ in range(NUM_SIDES)] for side in range(2)]
         for (i, source), (j, destination) in itertools.product(*map(enumerate, sides)):
             builder.pair(f"s{number}.{i}.{j}", source, destination)
