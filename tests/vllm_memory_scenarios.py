@@ -182,7 +182,8 @@ def offloaded(folder: Path) -> None:
 
 
 def untouched(folder: Path) -> None:
-    """An engine without the setting has vLLM's own worker, and its sleep backend says what is missing."""
+    """Engines without the setting have vLLM's own worker and run while ours, in the same process, has no memory."""
+    from vllm import SamplingParams
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
     from reshard.errors import StateError
@@ -190,11 +191,20 @@ def untouched(folder: Path) -> None:
     from reshard.vllm.plugin import register
 
     register()
-    llm = start_engine(folder, weight_transfer_config=None)
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    assert type(worker).__module__ == "vllm.v1.worker.cpu_worker" and engine_memory() is None
+    keep_weights_in_place()
     backend = SleepModeBackendFactory.get_backend_class("reshard")()
     expect(StateError, "start it with enable_sleep_mode=True", backend.suspend)
+    assert engine_memory() is None
+    llm, memory, generate = start(folder)
+    tokens, _ = generate()
+    llm.sleep(2)
+    assert memory.arena.stats.created_bytes == 0
+    stock = start_engine(folder, weight_transfer_config=None, max_model_len=512, block_size=32)
+    worker = stock.llm_engine.model_executor.driver_worker.worker
+    assert type(worker).__module__ == "vllm.v1.worker.cpu_worker" and engine_memory() is memory
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    outputs = stock.generate([{"prompt_token_ids": p} for p in PROMPT], params, use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == tokens
 
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {

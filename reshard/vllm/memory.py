@@ -234,7 +234,9 @@ class EngineMemory:
 
     def _claim(self, regions: Sequence[ArenaRegion]) -> HandoverReport:
         """Back ``regions``: with the memory of idle trainer segments, free chunks, or new ones."""
-        back = self._trainer.suspend if self._trainer is not None and regions else self.arena.back
+        trainer = self._trainer
+        is_open = trainer is not None and not trainer.released_regions()
+        back = trainer.suspend if trainer is not None and is_open and regions else self.arena.back
         try:
             return back(regions)
         except OutOfMemory:

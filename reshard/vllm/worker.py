@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.worker.gpu_worker import Worker
 
 from reshard.errors import StateError
@@ -40,7 +41,8 @@ class ArenaSleep:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model into the arena."""
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        with _rotary_tables_unshared():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.memory.own_model(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
@@ -118,6 +120,19 @@ class ArenaSleep:
 
 class ArenaWorker(ArenaSleep, Worker):
     """vLLM's GPU worker on an arena."""
+
+
+@contextmanager
+def _rotary_tables_unshared() -> Iterator[None]:
+    """Keep rotary tables made inside to this engine: vLLM would give them to the process's next engine as well, which
+    then reads memory of an engine that may be asleep.
+    """
+    before = dict(rotary_embedding._ROPE_DICT)
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(before)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

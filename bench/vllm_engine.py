@@ -1,0 +1,119 @@
+"""Models by shape, their trainer's weights, and one vLLM engine, for the benches that need them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+)
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+if importlib.util.find_spec("ray") is None:
+    sys.modules["ray"] = types.ModuleType("ray")  # vLLM's ipc engine imports it and uses it in another of its modes
+
+SHAPES = {
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+}
+COMMON = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GIB = 1 << 30
+Weights = dict[str, torch.Tensor]
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensors of a Qwen2 config."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "lm_head.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, hidden)
+            shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{layer}mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[f"{layer}mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{layer}input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]]) -> Weights:
+    """The trainer's fp32 weights."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    scale = {name: 0.05 if len(shape) > 1 else 1.0 for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, device="cuda", generator=generator).mul_(scale[name]) for name, shape in shapes.items()
+    }
+
+
+class Engine:
+    """One engine and what it generates."""
+
+    def __init__(self, folder: str, utilization: float, **options: Any) -> None:
+        from vllm import LLM, SamplingParams
+
+        self.llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_sleep_mode=True,
+            gpu_memory_utilization=utilization,
+            max_model_len=4096,
+            enable_prefix_caching=True,
+            seed=0,
+            **options,
+        )
+        self.params = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+        self.model = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks."""
+        return int(self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+    def tokens(self) -> list[list[int]]:
+        """Greedy tokens of a few prompts."""
+        prompts = [{"prompt_token_ids": [(13 * i + 5 * k) % 3000 + 3 for k in range(64 + 100 * i)]} for i in range(4)]
+        return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, self.params, use_tqdm=False)]
