@@ -262,6 +262,44 @@ def rollout_engine(folder: Path) -> None:
     engine.close()
 
 
+def grpo(folder: Path) -> None:
+    """The whole loop with vLLM: log-probs of both engines agree at every step, and the policy moves."""
+    from algos.grpo import train as train_grpo
+    from algos.metrics import read_rows
+
+    prompts = [{"prompt": f"say {idx}", "reward_model": {"ground_truth": str(idx)}} for idx in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    result = train_grpo(
+        {
+            "model.path": str(folder / "model"),
+            "data.train_files": str(folder / "prompts.jsonl"),
+            "data.train_batch_size": 4,
+            "data.max_prompt_length": 64,
+            "data.max_response_length": 8,
+            "reward.function": f"{__file__}:share_of_letters",
+            "rollout.name": "vllm",
+            "rollout.n": 4,
+            "rollout.dtype": "float32",
+            "algorithm.rollout_correction.rollout_is": "token",
+            "actor.optim.lr": 1e-2,
+            "trainer.total_training_steps": 4,
+            "trainer.output_dir": str(folder / "run"),
+            "trainer.logger": [],
+            "trainer.device": "cpu",
+            "trainer.seed": 3,
+        }
+    )
+    rows = read_rows(folder / "run" / "metrics.jsonl")
+    assert len(rows) == 4 and result.model_folder is not None
+    for row in rows:
+        assert abs(row["actor/rollout_is_mean"] - 1) < 1e-3, row
+    assert len({row["reward/mean"] for row in rows}) > 1
+
+
+def share_of_letters(data_source: str, solution_str: str, ground_truth: object, extra_info: dict | None) -> float:
+    return sum(char.isascii() and char.isalpha() for char in solution_str) / max(len(solution_str), 1)
+
+
 def refusals(folder: Path) -> None:
     """Every wrong trainer is named before anything is written, and the engine goes on with its old weights."""
     from reshard.errors import LayoutError, StateError

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 from vllm_scenarios import make_model
 
 SCENARIOS = Path(__file__).parents[1] / "vllm_scenarios.py"
@@ -50,3 +51,10 @@ def test_an_engine_follows_its_trainer_and_equals_a_fresh_one(tmp_path, name, ki
 def test_wrong_input_is_refused_and_what_is_asked_for_comes(tmp_path, name):
     make_model(tmp_path)
     run(name, tmp_path)
+
+
+def test_grpo_runs_on_vllm(tmp_path):
+    tokenizer = byte_tokenizer()
+    make_model(tmp_path / "model", "llama_tied", vocabulary=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "model")
+    run("grpo", tmp_path)
