@@ -109,6 +109,7 @@ class ProcessGroups:
         self.record = StepRecord(self.store, rank=self.rank, ranks=everyone)
         self._creation = Rendezvous(self.store, "groups", ranks=everyone, record=self.record)
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._created: set[tuple[int, ...]] = set()
         self._closed = False
         try:
             self.create([Communicator(WORLD, everyone), *communicators])
@@ -157,8 +158,9 @@ class ProcessGroups:
         self._agree(communicators)
         for communicator in communicators:
             ranks = tuple(sorted(communicator.ranks))
-            if ranks in self._groups:
+            if ranks in self._created:
                 continue
+            self._created.add(ranks)
             group = self._create(communicator.name, ranks)
             if group is not None:
                 self._groups[ranks] = group

@@ -141,7 +141,8 @@ class CollectiveTransfer(BoundTransfer):
         if self._device.type == "cuda":
             handle, size = self._circle.handle, self._circle.size
             words = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            AllGather(handle, range(size), [words], [torch.zeros_like(words[:1])]).post()
+            for work in AllGather(handle, range(size), [words], [torch.zeros_like(words[:1])]).post():
+                work.wait()
             peers = {peer for r in self._rounds if isinstance(r.wire, Exchange) for peer in r.wire.peers}
             self.exchange({peer: np.zeros(1, np.uint64) for peer in sorted(peers)}, deadline_s=timeout_s)
 

@@ -54,7 +54,8 @@ def life(rank: int) -> None:
     found.create(groups.communicators())
     assert [g.handle for g in found.groups] == handles, "asking again made new groups"
     found.create([Communicator("late[1,2]", (1, 2))])
-    assert (found.find((1, 2)) is not None) == (rank in (1, 2))
+    found.create([Communicator("late[1,2]", (1, 2)), Communicator("later[0,3]", (3, 0))])
+    assert (found.find((1, 2)) is not None) == (rank in (1, 2)) != (found.find((0, 3)) is not None)
     found.close()
     found.close()
     steps = {rank: last.step for rank, last in found.record.read().items()}
