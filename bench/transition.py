@@ -163,7 +163,8 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
             ways |= {"full_tensor + copy": baselines.full_tensor, "redistribute + copy": baselines.redistribute}
         check(ways, weights)
         if device.type == "cuda":
-            ways["plain copies of as many bytes"] = plain_copies(plan, rank)
+            ways["plain copies, a source read for each receiver"] = plain_copies(plan, rank, read_once=False)
+            ways["plain copies, a source read once"] = plain_copies(plan, rank, read_once=True)
         seconds = timed(ways, args.rounds)
         if rank == 0:
             stats = {name: r.stats for name, r in bound.items()}
@@ -172,11 +173,14 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def plain_copies(plan: Plan, rank: int) -> Callable[[], None]:
+def plain_copies(plan: Plan, rank: int, *, read_once: bool) -> Callable[[], None]:
     """The memory's floor: device copies, by all ranks at once, that read and write as many bytes as the rank's
-    pushes do.
+    pushes do, where every receiver's copy reads its source or where equal sources are read once.
     """
-    num_bytes = sum(c.read_bytes + c.written_bytes for c in plan.copies_of(rank) if c.src_rank == rank)
+    sent = [c for c in plan.copies_of(rank) if c.src_rank == rank]
+    sources = {(c.region, c.src, c.hop): c.read_bytes for c in sent}
+    num_read = sum(sources.values()) if read_once else sum(c.read_bytes for c in sent)
+    num_bytes = num_read + sum(c.written_bytes for c in sent)
     half = 1 << 30
     source, destination = (torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda") for _ in range(2))
 

@@ -40,27 +40,36 @@ void initialize() {
     }
 }
 
-// A device's primary context, which PyTorch uses too, current for one scope.
-class PrimaryScope {
+// A device's primary context, which PyTorch uses too. What is mapped in it lasts as long as someone retains it.
+class PrimaryContext {
   public:
-    explicit PrimaryScope(int ordinal) {
+    explicit PrimaryContext(int ordinal) {
         check(api().device_get(&device_, ordinal), "cuDeviceGet");
-        driver::Context context = nullptr;
-        check(api().primary_ctx_retain(&context, device_), "cuDevicePrimaryCtxRetain");
-        const driver::Result pushed = api().ctx_push_current(context);
-        if (pushed != driver::kSuccess) api().primary_ctx_release(device_);
-        check(pushed, "cuCtxPushCurrent");
+        check(api().primary_ctx_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
     }
-    ~PrimaryScope() {
-        driver::Context old = nullptr;
-        api().ctx_pop_current(&old);
-        api().primary_ctx_release(device_);
-    }
-    PrimaryScope(const PrimaryScope&) = delete;
-    PrimaryScope& operator=(const PrimaryScope&) = delete;
+    ~PrimaryContext() { api().primary_ctx_release(device_); }
+    PrimaryContext(const PrimaryContext&) = delete;
+    PrimaryContext& operator=(const PrimaryContext&) = delete;
+
+    driver::Context get() const { return context_; }
 
   private:
     driver::Device device_ = 0;
+    driver::Context context_ = nullptr;
+};
+
+// A context that is current for one scope.
+class CurrentScope {
+  public:
+    explicit CurrentScope(const PrimaryContext& primary) {
+        check(api().ctx_push_current(primary.get()), "cuCtxPushCurrent");
+    }
+    ~CurrentScope() {
+        driver::Context old = nullptr;
+        api().ctx_pop_current(&old);
+    }
+    CurrentScope(const CurrentScope&) = delete;
+    CurrentScope& operator=(const CurrentScope&) = delete;
 };
 
 template <typename Value>
@@ -94,7 +103,8 @@ Exported export_memory(std::uint64_t address) {
     Exported exported;
     exported.base = pointer_attribute<std::uint64_t>(address, driver::kPointerRangeStart, "RANGE_START_ADDR");
     exported.num_bytes = pointer_attribute<std::size_t>(address, driver::kPointerRangeSize, "RANGE_SIZE");
-    const PrimaryScope scope(ordinal);
+    const PrimaryContext primary(ordinal);
+    const CurrentScope scope(primary);
     driver::IpcMemHandle handle;
     check(api().ipc_get_mem_handle(&handle, exported.base), "cuIpcGetMemHandle");
     exported.handle.assign(handle.reserved, sizeof handle.reserved);
@@ -104,15 +114,15 @@ Exported export_memory(std::uint64_t address) {
 // An open handle, shared by all mappings of it in this process.
 class OpenHandle {
   public:
-    OpenHandle(const std::string& handle, int device) : device_(device) {
+    OpenHandle(const std::string& handle, int device) : primary_(device) {
         driver::IpcMemHandle raw;
         std::memcpy(raw.reserved, handle.data(), sizeof raw.reserved);
-        const PrimaryScope scope(device);
+        const CurrentScope scope(primary_);
         check(api().ipc_open_mem_handle(&address_, raw, driver::kIpcLazyPeerAccess), "cuIpcOpenMemHandle");
     }
     ~OpenHandle() {
         try {
-            const PrimaryScope scope(device_);
+            const CurrentScope scope(primary_);
             api().ctx_synchronize();
             api().ipc_close_mem_handle(address_);
         } catch (const Failure&) {
@@ -125,7 +135,7 @@ class OpenHandle {
     std::uint64_t address() const { return address_; }
 
   private:
-    int device_;
+    PrimaryContext primary_;
     driver::DevicePtr address_ = 0;
 };
 

@@ -120,7 +120,8 @@ def _over_fans(bits: Integers, heads: Integers) -> Integers:
 def _row_bits(table: CopyTable, side: str) -> Integers:
     """The bits of the addresses and of the strides between rows, of one side."""
     strides = np.where(table["extents"][:, :3] > 1, table[f"{side}_strides"][:, :3], 0)
-    return np.bitwise_or.reduce(strides, axis=1) | table[side].astype(np.int64)
+    bits: Integers = np.bitwise_or.reduce(strides, axis=1) | table[side].astype(np.int64)
+    return bits
 
 
 def _is_run(table: CopyTable) -> npt.NDArray[np.bool_]:
