@@ -1,6 +1,7 @@
-"""The collective transport over NCCL: one rank on any GPU, and the conformance suite where there are several GPUs."""
+"""The collective transport on GPUs: over NCCL with one rank, and with several where there are several GPUs."""
 
 import datetime
+import faulthandler
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,12 @@ pytestmark = [
 ]
 NUM_GPUS = torch.cuda.device_count()
 NUM_CASES = 40
+SMALL = (("all_gather", 1 << 20), ("off", 4096), ("messages", 8192))
+LARGE = (("all_gather", 3 << 20), ("off", 3 << 20), ("messages", 3 << 20))
 
 
 def worker(rank: int, folder: str, size: int, scenario: str) -> None:
+    faulthandler.enable()
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=100))
@@ -73,14 +77,14 @@ def one_rank(rank: int, size: int) -> None:
 
 def conformance(rank: int, size: int) -> None:
     device = f"cuda:{rank}"
-    cases = sample_cases(NUM_CASES, num_ranks=size)
-    cases.append(Pair(row_layout(64 * size, 50, size), row_layout(64 * size, 50, size, first_row=8)))
+    cases = [(case, SMALL) for case in sample_cases(NUM_CASES, num_ranks=size)]
+    cases.append((Pair(row_layout(64 * size, 50, size), row_layout(64 * size, 50, size, first_row=8)), SMALL))
     if size == transport_suite.WORLD:
-        cases += [pair for _, pair, _ in gather_pairs()]
+        cases += [(pair, LARGE) for _, pair, _ in gather_pairs()]
     with ProcessGroups(backend="nccl") as groups:
-        for index, case in enumerate(cases):
+        for index, (case, options) in enumerate(cases):
             groups.create(gather_communicators(make_plan(case.source, case.destination, topology=case.topology)))
-            for mode, staging_bytes in (("auto", 1 << 20), ("off", 4096), ("messages", 8192)):
+            for mode, staging_bytes in options:
                 transport = CollectiveTransport(groups, staging_bytes=staging_bytes, gathers=mode)
                 try:
                     check_case(case, rank, transport, device_memory, device)
