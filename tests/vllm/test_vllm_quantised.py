@@ -43,7 +43,8 @@ def after_vllm(weight: torch.Tensor, mode: str, monkeypatch) -> dict[str, torch.
     layer.input_size = layer.input_size_per_partition = weight.shape[1]
     layer.output_size = layer.output_size_per_partition = weight.shape[0]
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-    method.process_weights_after_loading(layer)
+    with torch.compiler.set_stance("force_eager"):
+        method.process_weights_after_loading(layer)
     return {f"layer.{name}": parameter.data for name, parameter in layer.named_parameters()}
 
 
