@@ -36,12 +36,13 @@ def test_scenario(name, folder):
 
 def test_registering_twice_is_once_and_names_resolve():
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     plugin.register()
     plugin.register()
     assert SleepModeBackendFactory.get_backend_class("reshard").__name__ == "ReshardSleepBackend"
     assert WeightTransferEngineFactory._registry["reshard"]().__name__ == "ReshardWeightTransferEngine"
+    assert WeightTransferTrainerFactory._registry["reshard"]().__name__ == "ReshardTrainerEngine"
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     point = importlib.metadata.EntryPoint("reshard", entries["reshard"], "vllm.general_plugins")
     assert point.load() is plugin.register
