@@ -11,10 +11,9 @@ says how many followers it has. Executors read and cast it once and write it to 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +48,6 @@ COPY_RECORD = np.dtype(
 CopyTable = npt.NDArray[np.void]
 Integers = npt.NDArray[np.int64]
 _Columns = tuple[Integers, Integers, Integers, Integers, Integers, Integers, Integers, Integers]
-_FIELDS = operator.attrgetter("src", "dst", "shape", "src_strides", "dst_strides", "src_dtype", "dst_dtype")
 _CODES = {dtype: dtype.code for dtype in DType}
 _ITEMSIZES = np.array(ITEMSIZE_BY_CODE, dtype=np.int64)
 _IS_CASTABLE = np.array([dtype.is_castable for dtype in DType])
@@ -176,15 +174,17 @@ def _check_entry(entry: CopyEntry) -> None:
 
 def _columns(entries: Sequence[CopyEntry]) -> _Columns:
     """The entries as ``_C.build_table`` takes them; PlanError for the first that is wrong."""
-    fields: list[Sequence[Any]] = list(zip(*map(_FIELDS, entries), strict=True)) or [()] * 7
-    num_dims, *num_strides = (_integers(map(len, fields[idx])) for idx in (2, 3, 4))
-    if not np.array_equal(num_dims, num_strides[0]) or not np.array_equal(num_dims, num_strides[1]):
+    shapes = [entry.shape for entry in entries]
+    strides = [entry.src_strides for entry in entries], [entry.dst_strides for entry in entries]
+    num_dims, *num_strides = (_integers(map(len, side)) for side in (shapes, *strides))
+    if not all(np.array_equal(num_dims, num) for num in num_strides):
         for entry in entries:
             _check_entry(entry)
     first_dims = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_dims)])
-    src, dst = _integers(fields[0]), _integers(fields[1])
-    extents, src_strides, dst_strides = (_integers(itertools.chain.from_iterable(fields[idx])) for idx in (2, 3, 4))
-    src_dtypes, dst_dtypes = (_integers(map(_CODES.__getitem__, fields[idx])) for idx in (5, 6))
+    src, dst = _integers(entry.src for entry in entries), _integers(entry.dst for entry in entries)
+    extents, src_strides, dst_strides = (_integers(itertools.chain.from_iterable(side)) for side in (shapes, *strides))
+    src_dtypes = _integers(_CODES[entry.src_dtype] for entry in entries)
+    dst_dtypes = _integers(_CODES[entry.dst_dtype] for entry in entries)
     owners = np.repeat(np.arange(len(entries)), num_dims)
     is_empty = np.zeros(len(entries), dtype=bool)
     is_empty[owners[extents == 0]] = True
