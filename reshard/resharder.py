@@ -152,7 +152,8 @@ class Resharder:
             self._check_may_begin(version)
             self._bound.queue(stream=stream)
             return self._stats
-        self.start(version=version, stream=stream)
+        self._begin(version, stream)
+        self._push_all(stream)
         return self.wait(deadline_s=deadline_s)
 
     def start(self, *, version: int | None = None, stream: int | None = None) -> None:
@@ -160,8 +161,7 @@ class Resharder:
         weights must not change until `wait`. Raises what `begin` and `push` raise.
         """
         self.begin(version=version, stream=stream)
-        for part in range(self.parts.num):
-            self.push(part, stream=stream)
+        self._push_all(stream)
 
     def begin(self, *, version: int | None = None, stream: int | None = None) -> None:
         """Begin a transition: generation has stopped, and from here on the destination may be written.
@@ -172,15 +172,22 @@ class Resharder:
                 fails).
             TransportError, DeviceError: the transition failed; the state is STALE.
         """
-        self._check_may_begin(version)
         if is_capturing(self._device, stream):
             raise StateError("the stream is being captured: call run(), which queues its copies for the graph")
+        self._begin(version, stream)
+
+    def _begin(self, version: int | None, stream: int | None) -> None:
+        self._check_may_begin(version)
         self._next_version = self._version + 1 if version is None else version
         self._started = time.perf_counter()
         self._pushed, self._stream = set(), stream
         with self._failing_stale():
             self._bound.begin(stream=stream)
             self._state = State.TRANSITION
+
+    def _push_all(self, stream: int | None) -> None:
+        for part in range(self.parts.num):
+            self.push(part, stream=stream)
 
     def push(self, part: int, *, stream: int | None = None) -> None:
         """Send a part: its source tensors are final once what is queued on `stream` is done, and must not change until

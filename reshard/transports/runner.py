@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SPIN_S = 0.0002
 """How long a wait for the device polls without a pause."""
-PAUSE_OF_WAITED = 0.05
+PAUSE_OF_WAITED = 0.01
 """After that each pause is this part of what has been waited so far: the end is noticed that much late, at most."""
 MAX_PAUSE_S = 0.001
 

@@ -1,19 +1,22 @@
 """The peer transport between processes that share one GPU: the conformance suite, many transitions, a killed rank."""
 
+import contextlib
 import os
 import signal
 import tempfile
 from pathlib import Path
 
+import peer_shared
 import pytest
 import torch
 import torch.multiprocessing as mp
 import transport_suite
+from forked_ranks import together
 from transport_suite import WORLD, Pair, bound, check_case, row_layout, sample_cases
 
-from reshard import _C, PeerTransport
+from reshard import _C, PeerTransport, Resharder, make_plan
 from reshard.arena import Arena
-from reshard.errors import TransportError
+from reshard.errors import TransportError, VerifyError
 from reshard.resharder import State
 
 pytestmark = [
@@ -85,11 +88,71 @@ def a_killed_rank(rank: int, folder: str) -> None:
         os._exit(0)
 
 
-@pytest.mark.parametrize("scenario", ["conformance", "many_transitions"])
-def test_peer_on_one_gpu(scenario):
+def parts_and_a_flipped_bit(rank: int, folder: str) -> None:
+    """Parts in an order of each rank's own, by graphs; then one bit of a received box flips on rank 1."""
+    memory = DeviceMemory()
+    plan = make_plan(SHIFTED.source, SHIFTED.destination)
+    allocate = transport_suite.allocate_storages
+    source = allocate(SHIFTED.source, rank, lambda _, size: torch.empty(size, dtype=torch.uint8, device="cuda"))
+    destination = allocate(SHIFTED.destination, rank, memory)
+    transport = PeerTransport(memory.arena, folder)
+    with Resharder(plan, source, destination, rank=rank, transport=transport, parts=[["w"]], graph=True) as resharder:
+        for update in (1, 2):
+            values = transport_suite.full_tensors(SHIFTED.source, update)
+            transport_suite.fill(source, SHIFTED.source, rank, values)
+            resharder.begin()
+            resharder.push(0)
+            resharder.wait_part(0, deadline_s=60)
+            transport_suite.check_destination(plan, rank, destination, values)
+            resharder.wait(deadline_s=60)
+            resharder.verify()
+        if rank == 1:
+            destination["w"][-17 - 4 * 50] ^= 4
+        if rank in (1, 2):
+            with pytest.raises(VerifyError, match=r"w\[320:400, 0:50\] from rank 2 to rank 1: the values that"):
+                resharder.verify()
+        else:
+            resharder.verify()
+
+
+def a_late_rank(rank: int, folder: str) -> None:
+    """Rank 1 comes after rank 0 gave up on it; the next transition works on all ranks."""
+    memory = DeviceMemory()
+    with bound(SHIFTED, rank, PeerTransport(memory.arena, folder), memory, "cuda") as (resharder, source, destination):
+        together(rank, folder, "bound")
+        if rank == 1:
+            torch.distributed.FileStore(f"{folder}/late", WORLD).wait(["gave up"])
+        with contextlib.suppress(TransportError):
+            resharder.run(deadline_s=0.5 if rank == 0 else 60)
+            assert rank != 0
+        if rank == 0:
+            torch.distributed.FileStore(f"{folder}/late", WORLD).set("gave up", "")
+        together(rank, folder, "heal")
+        values = transport_suite.full_tensors(SHIFTED.source, 5)
+        transport_suite.fill(source, SHIFTED.source, rank, values)
+        resharder.run(deadline_s=60)
+        transport_suite.check_destination(resharder.plan, rank, destination, values)
+
+
+def device_arena() -> Arena:
+    torch.cuda.init()
+    return Arena.cuda(0)
+
+
+def shared(rank: int, folder: str) -> None:
+    for name in ("zero_bytes", "some_in_place"):
+        Path(folder, name).mkdir(exist_ok=True)
+        peer_shared.__dict__[name](rank, f"{folder}/{name}", new_arena=device_arena)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "world"),
+    [("conformance", 4), ("many_transitions", 4), ("parts_and_a_flipped_bit", 4), ("a_late_rank", 4), ("shared", 2)],
+)
+def test_peer_on_one_gpu(scenario, world):
     with tempfile.TemporaryDirectory(prefix="reshard") as folder:
-        mp.spawn(worker, args=(folder, scenario), nprocs=WORLD)
-        assert {f"finished-{rank}" for rank in range(WORLD)} <= {path.name for path in Path(folder).iterdir()}
+        mp.spawn(worker, args=(folder, scenario), nprocs=world)
+        assert {f"finished-{rank}" for rank in range(world)} <= {path.name for path in Path(folder).iterdir()}
 
 
 def test_a_killed_rank_is_named_by_its_neighbours():
