@@ -11,7 +11,6 @@ from reshard.layout import Layout
 from reshard.planner import make_plan
 from reshard.resharder import Resharder, TransitionStats
 
-
 if TYPE_CHECKING:
     from reshard.vllm import WeightSync
 

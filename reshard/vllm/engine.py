@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from reshard.arena import Arena
-from reshard.errors import ReshardError, StateError
+from reshard.errors import StateError
 from reshard.resharder import Resharder
-from reshard.vllm.live_model import LiveModel
+from reshard.vllm.live_model import Allocate, LiveModel
 from reshard.vllm.session import SessionInfo, join_as_engine
 
 _ENGINES: weakref.WeakSet[ReshardWeightTransferEngine] = weakref.WeakSet()
@@ -60,6 +61,7 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
         self.live = LiveModel(vllm_config, model, self.model_config)
         self._resharder: Resharder | None = None
         self._own_arena: Arena | None = None
+        self._num_sessions = 0
         self._is_whole = True
         model.register_forward_pre_hook(self._refuse_while_incomplete)
         _ENGINES.add(self)
@@ -88,18 +90,6 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
         self._close_binding()
         self._resharder = resharder
 
-    def destination_arena(self) -> Arena | None:
-        """The arena that holds the live parameters; None where they are the device allocator's own."""
-        from reshard.vllm.memory import engine_memory
-
-        memory = engine_memory()
-        if memory is not None:
-            return memory.arena
-        if self.device.type == "cpu" and self._own_arena is None:
-            self._own_arena = Arena.host()
-            move_into(self._own_arena, self.model)
-        return self._own_arena
-
     def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
         """Join the trainer's session: learn the layout, agree on a Plan, bind it. Blocks until all ranks are there.
 
@@ -115,12 +105,13 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
         exchange = info.exchange()
 
         def join() -> None:
+            arena = self._destination_arena()
             self._resharder = join_as_engine(
                 info,
                 exchange,
-                learn=lambda specs, rank: self.live.layout(specs, rank=rank),
+                learn=lambda specs, rank: self.live.layout(specs, rank=rank, allocate=self._allocate_in(arena)),
                 tensors=lambda: self.live.tensors,
-                arena=self.destination_arena() or Arena.cuda(self.device.index or 0),
+                arena=arena,
             )
 
         exchange.guarded("an engine rank", join)
@@ -163,6 +154,32 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
                 "the engine's weights are not whole (an update is under way or failed): push again before generating"
             )
 
+    def _destination_arena(self) -> Arena:
+        """The arena that holds the live parameters; they are moved into one of this engine's own on a CPU without."""
+        from reshard.vllm.memory import engine_memory
+
+        memory = engine_memory()
+        if memory is not None:
+            return memory.arena
+        if self._own_arena is None:
+            if self.device.type == "cpu":
+                self._own_arena = Arena.host()
+                move_into(self._own_arena, self.model)
+            else:
+                self._own_arena = Arena.cuda(self.device.index or 0)
+        return self._own_arena
+
+    def _allocate_in(self, arena: Arena) -> Allocate:
+        """Staging tensors from ``arena``, one region each, under names that no earlier session used."""
+        self._num_sessions += 1
+        session = self._num_sessions
+
+        def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            num_bytes = max(math.prod(shape) * dtype.itemsize, 1)
+            return arena.allocate(f"{session}.{name}", num_bytes).tensor(dtype, shape)
+
+        return allocate
+
     def _close_binding(self) -> None:
         if self._resharder is not None:
             self._resharder.close()
@@ -197,6 +214,3 @@ def move_into(arena: Arena, model: nn.Module) -> None:
             moved[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         tensor.data = place
-
-
-__all__ = ["ReshardError", "ReshardInitInfo", "ReshardUpdateInfo", "ReshardWeightTransferEngine", "local_engine"]

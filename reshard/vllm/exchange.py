@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from reshard.errors import PeerTimeout, ReshardError, TransportError
 
@@ -25,7 +25,7 @@ class Exchange:
         timeout_s: seconds after which a wait ends in a PeerTimeout.
     """
 
-    def __init__(self, store: dist.Store, *, session: str, timeout_s: float) -> None:
+    def __init__(self, store: Store, *, session: str, timeout_s: float) -> None:
         self._store, self._prefix, self._timeout_s = store, f"reshard/{session}/", timeout_s
 
     def claim(self, what: str, limit: int) -> int:
@@ -44,7 +44,7 @@ class Exchange:
 
     def put(self, key: str, data: bytes) -> None:
         """Publish ``data`` under ``key``."""
-        self._store.set(self._prefix + key, data)
+        self._store.set(self._prefix + key, data)  # type: ignore[arg-type]
 
     def get(self, key: str, *, waiting_for: str) -> bytes:
         """What was published under ``key``; waits until it is there.
@@ -69,6 +69,11 @@ class Exchange:
         """Run ``step``; an error of this package in it is published before it goes on."""
         try:
             step()
+        except PeerTimeout as error:
+            if note := self._failure():
+                raise TransportError(note) from error
+            self.fail(who, error)
+            raise
         except ReshardError as error:
             self.fail(who, error)
             raise
@@ -76,12 +81,18 @@ class Exchange:
     def _wait(self, key: str, waiting_for: str) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
-            if self._store.check([self._prefix + "failed"]):
-                words = self._store.get(self._prefix + "failed").decode()
-                raise TransportError(f"another process of the weight-transfer session failed: {words}")
+            if note := self._failure():
+                raise TransportError(note)
             if time.monotonic() > deadline:
                 raise PeerTimeout(
                     f"waited {self._timeout_s:g} s for {waiting_for}: check that all trainer ranks call "
                     "WeightSync.connect and that the engine has as many ranks as was said"
                 )
             time.sleep(_POLL_S)
+
+    def _failure(self) -> str:
+        """What another process said when it failed; empty if none did."""
+        if not self._store.check([self._prefix + "failed"]):
+            return ""
+        words: str = self._store.get(self._prefix + "failed").decode()
+        return f"another process of the weight-transfer session failed: {words}"

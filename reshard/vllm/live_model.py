@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 
 from reshard.errors import LayoutError
 from reshard.layout import Address, Holding, Layout, TensorSpec
+from reshard.loader_layout import LoadWeights
 from reshard.names import is_dispensable
 from reshard.region import Region
 from reshard.strided_view import dense_strides
@@ -104,7 +105,8 @@ class LiveModel:
                 for module in self._reloaded:
                     _pack_anew(module)
                     initialize_layerwise_reload(module)
-                self._model.load_weights((name.removeprefix(STAGED), t) for name, t in self._staging.items())
+                load: LoadWeights = self._model.load_weights  # type: ignore[assignment]
+                load((name.removeprefix(STAGED), tensor) for name, tensor in self._staging.items())
                 for module in self._reloaded:
                     finalize_layerwise_reload(module, self._model_config)
             for module in self._derived:

@@ -62,7 +62,7 @@ class SessionInfo:
 
     def exchange(self, *, serve: bool = False) -> Exchange:
         """Reach the store; ``serve`` it where this process is the one that ``port`` is of."""
-        store = dist.TCPStore(self.host, self.port, is_master=serve, wait_for_workers=False)
+        store = dist.TCPStore(self.host, self.port, is_master=serve, wait_for_workers=False)  # type: ignore[attr-defined]
         return Exchange(store, session=self.session, timeout_s=self.timeout_s)
 
 

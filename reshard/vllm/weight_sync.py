@@ -11,7 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,7 @@ class WeightSync:
         destination = gather_layout(part, group) if size > 1 else part
         plan = plan_between(source, destination, ignore=ignore)
         if transport is None and not _is_local(plan):
-            transport = CollectiveTransport(group or dist.group.WORLD)
+            transport = CollectiveTransport(_group(group))
         resharder = Resharder(plan, tensors, engine.live.tensors, rank=rank, transport=transport)
         engine.bind(resharder)
         return cls(client, resharder, rank=rank, exchange=None, engine=engine)
@@ -185,7 +185,7 @@ class WeightSync:
         """Release what the connection holds; weights on both sides stay as they are."""
         self._resharder.close()
 
-    def _push_to_others(self, version: int, update: dict[str, object], deadline_s: float) -> None:
+    def _push_to_others(self, version: int, update: dict[str, Any], deadline_s: float) -> None:
         """Both ends at once: the first rank's call lets the engine's ranks receive, all trainer ranks send."""
         assert self._exchange is not None
         self._num_pushes += 1
@@ -266,7 +266,7 @@ def _open_session(
     exchange: Exchange | None = None
     told = b""
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         info = SessionInfo(
             host="127.0.0.1",
             port=store.port,
@@ -290,6 +290,13 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``group``, or the world."""
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
 
 
 def _is_local(plan: Plan) -> bool:
