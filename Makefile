@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 TORCH := torch==2.13.0
 ARGS ?=
-# vLLM's CPU build, for tests/vllm (3 GB); it exists for Linux on x86-64.
+# vLLM's CPU build, for tests/live_vllm (3 GB); it exists for Linux on x86-64.
 VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),on,off)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -25,8 +25,8 @@ demo: $(VENV)/.demo build
 	$(BIN)/python -m algos.demo $(ARGS)
 
 test: $(VENV)/.dev $(if $(filter on,$(VLLM)),$(VENV)/.vllm) build
-	$(BIN)/python -m pytest --ignore=tests/vllm $(ARGS)
-	$(if $(filter on,$(VLLM)),$(BIN)/python -m pytest tests/vllm $(ARGS),@echo "tests/vllm not run: VLLM=off")
+	$(BIN)/python -m pytest --ignore=tests/live_vllm $(ARGS)
+	$(if $(filter on,$(VLLM)),$(BIN)/python -m pytest tests/live_vllm $(ARGS),@echo "tests/live_vllm not run: VLLM=off")
 
 lint: $(VENV)/.dev build
 	$(BIN)/ruff check .

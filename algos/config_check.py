@@ -58,10 +58,8 @@ def notices(loaded: Loaded) -> list[str]:
     found = []
     if idle:
         shown = ", ".join(f"{name}={values[name]}" for name in idle)
-        engine = "vLLM" if uses_vllm(loaded.config) else "Transformers"
-        found.append(f"Without effect in this backend (one process, one device, generation by {engine}): {shown}.")
-    if loaded.config.rollout.name == "vllm" and not uses_vllm(loaded.config):
-        found.append("rollout.name=vllm: vLLM is not installed here (pip install 'reshard[vllm]'); torch generates.")
+        backend = f"one process, one device, generation by {_generator(loaded.config)}"
+        found.append(f"Without effect in this backend ({backend}): {shown}.")
     unknown = [name for name in loaded.config.trainer.logger if name not in ("console", "tensorboard")]
     if unknown:
         found.append(f"trainer.logger: {', '.join(unknown)} not available; metrics.jsonl is always written.")
@@ -71,6 +69,12 @@ def notices(loaded: Loaded) -> list[str]:
 def uses_vllm(config: Config) -> bool:
     """Whether vLLM generates: asked for, and installed."""
     return config.rollout.name == "vllm" and importlib.util.find_spec("vllm") is not None
+
+
+def _generator(config: Config) -> str:
+    if uses_vllm(config):
+        return "vLLM"
+    return "Transformers, as vLLM is not installed" if config.rollout.name == "vllm" else "Transformers"
 
 
 def _check_present(config: Config) -> None:

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import algos.config_check
 from algos.config import Config
 from algos.config_check import notices, resolve
 from algos.config_load import help_text, known_keys, load_config, to_flat, to_yaml
@@ -74,12 +75,15 @@ def test_the_37_options_of_a_verl_script_are_accepted_and_mean_the_same() -> Non
     assert config.data.val_files == ("/data/gsm8k/test.parquet",)
 
 
-def test_options_without_effect_are_said_once_in_one_line() -> None:
+@pytest.mark.parametrize("installed", [True, False])
+def test_options_without_effect_are_said_once_in_one_line(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    monkeypatch.setattr(algos.config_check, "uses_vllm", lambda config: installed)
     loaded = load_config(None, [*VERL_SCRIPT, "reward.function=gsm8k"])
     idle, logger = notices(loaded)
-    assert idle.count("\n") == 0
-    for shown in ("rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=8"):
-        assert shown in idle
+    assert idle.count("\n") == 0 and "trainer.n_gpus_per_node=8" in idle
+    for shown in ("rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "rollout.gpu_memory_utilization=0.6"):
+        assert (shown in idle) != installed
+    assert ("generation by vLLM" in idle) == installed and ("as vLLM is not installed" in idle) != installed
     assert "ref.fsdp_config.param_offload=True" in idle
     assert "trainer.nnodes" not in idle
     assert "wandb" in logger
