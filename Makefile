@@ -26,7 +26,7 @@ demo: $(VENV)/.demo build
 
 test: $(VENV)/.dev $(if $(filter on,$(VLLM)),$(VENV)/.vllm) build
 	$(BIN)/python -m pytest --ignore=tests/live_vllm $(ARGS)
-	$(if $(filter on,$(VLLM)),$(BIN)/python -m pytest tests/live_vllm $(ARGS),@echo "tests/live_vllm not run: VLLM=off")
+	$(if $(filter on,$(VLLM)),$(BIN)/python -m pytest tests/live_vllm -n 2 --dist loadfile $(ARGS),@echo "tests/live_vllm not run: VLLM=off")
 
 lint: $(VENV)/.dev build
 	$(BIN)/ruff check .

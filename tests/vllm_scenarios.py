@@ -149,9 +149,11 @@ def colocated_repacked(folder: Path) -> None:
 
 
 def fresh(folder: Path) -> None:
-    """Tokens of engines that load the saved weights."""
+    """Tokens of engines that load the weights saved in the folders inside."""
     keep_weights_in_place()
-    found = [sample(start_engine(folder / f"update-{u}", weight_transfer_config=None))[0] for u in (1, 2)]
+    found = {}
+    for own in sorted(path.parent for path in folder.glob("*/tokens.json")):
+        found[own.name] = [sample(start_engine(own / f"update-{u}", weight_transfer_config=None))[0] for u in (1, 2)]
     (folder / "fresh.json").write_text(json.dumps(found))
 
 

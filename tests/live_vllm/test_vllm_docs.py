@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,34 +45,32 @@ def server(tmp_path):
     command += ["--weight-transfer-config", '{"backend": "reshard"}', "--skip-tokenizer-init", "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "64", "--enforce-eager"]
     environment = os.environ | SMALL | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with (tmp_path / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            wait_until_up(process, port, tmp_path / "server.log")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with contextlib.suppress(ProcessLookupError):  # the engine's processes go with the server's
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_until_up(process: subprocess.Popen, port: int, log: Path) -> None:
-    """Until the server answers; it says nothing sooner, so its port is all there is to ask."""
-    retry = "import sys, urllib.request as u\nu.urlopen(sys.argv[1], timeout=5).read()"
-    for _ in range(200):
-        assert process.poll() is None, log.read_text()[-4000:]
-        asked = subprocess.run([sys.executable, "-c", retry, f"http://127.0.0.1:{port}/health"], capture_output=True)
-        if asked.returncode == 0:
-            return
-    raise AssertionError("the server did not come up: " + log.read_text()[-4000:])
+    log: list[str] = []
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    reader = threading.Thread(target=log.extend, args=(process.stdout,))
+    try:
+        for line in process.stdout:
+            log.append(line)
+            if "Application startup complete" in line:
+                break
+        assert process.poll() is None, "".join(log[-40:])
+        reader.start()
+        yield f"http://127.0.0.1:{port}", log
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):  # the engine's processes go with the server's
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_the_separate_example_runs_against_a_server(tmp_path, server):
-    run(SEPARATE, tmp_path, MODEL=str(tmp_path / "model"), SERVER=server)
-    log = (tmp_path / "server.log").read_text()
-    assert log.count("POST /update_weights") == 2 and log.count("POST /pause") == 2
+    url, log = server
+    run(SEPARATE, tmp_path, MODEL=str(tmp_path / "model"), SERVER=url)
+    requests = [line for line in log if "POST /" in line]
+    for path in ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"):
+        assert sum(path in line and "200 OK" in line for line in requests) == 2, requests

@@ -28,23 +28,38 @@ def run(name: str, folder: Path, *, num_processes: int = 1, **environment: str) 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "num_processes", "environment"),
-    [
-        ("colocated_in_place", "llama", 1, {}),
-        ("colocated_in_place", "qwen3_moe", 1, {}),
-        ("colocated_repacked", "llama_tied", 1, {}),
-        ("separate_one", "llama_tied", 1, OWN_PROCESS),
-        ("separate_two", "llama", 1, OWN_PROCESS),
-        ("spread_in_small_rounds", "llama", 2, {}),
-        ("spread_at_once", "llama", 2, {}),
-    ],
-)
-def test_an_engine_follows_its_trainer_and_equals_a_fresh_one(tmp_path, name, kind, num_processes, environment):
-    make_model(tmp_path, kind)
-    run(name, tmp_path, num_processes=num_processes, **environment)
-    run("fresh", tmp_path)
-    assert json.loads((tmp_path / "tokens.json").read_text()) == json.loads((tmp_path / "fresh.json").read_text())
+CASES = [
+    ("colocated_in_place", "llama", 1, {}),
+    ("colocated_in_place", "qwen3_moe", 1, {}),
+    ("colocated_repacked", "llama_tied", 1, {}),
+    ("separate_one", "llama_tied", 1, OWN_PROCESS),
+    ("separate_two", "llama", 1, OWN_PROCESS),
+    ("spread_in_small_rounds", "llama", 2, {}),
+    ("spread_at_once", "llama", 2, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("updates")
+
+
+@pytest.mark.parametrize(("name", "kind", "num_processes", "environment"), CASES)
+def test_an_engine_follows_its_trainer(folder, name, kind, num_processes, environment):
+    """The scenario compares the engine's tokens and log-probs with the trainer's after each of two updates."""
+    own = folder / f"{name}-{kind}"
+    make_model(own, kind)
+    run(name, own, num_processes=num_processes, **environment)
+    assert len(json.loads((own / "tokens.json").read_text())) == 2
+
+
+def test_updated_engines_equal_fresh_ones_that_load_the_saved_weights(folder):
+    """One process for all that ran above: importing vLLM takes longest."""
+    run("fresh", folder)
+    fresh = json.loads((folder / "fresh.json").read_text())
+    assert len(fresh) == len(CASES)
+    for own, tokens in fresh.items():
+        assert json.loads((folder / own / "tokens.json").read_text()) == tokens, own
 
 
 @pytest.mark.parametrize("name", ["refusals", "rollout_engine"])
