@@ -97,7 +97,11 @@ class HTTPClient:
     def start_weight_update(self) -> None:
         """See ``EngineClient``."""
         self._post("pause?mode=wait")
-        self._post("start_weight_update")
+        try:
+            self._post("start_weight_update")
+        except TransportError:
+            self._post("resume")
+            raise
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """See ``EngineClient``."""

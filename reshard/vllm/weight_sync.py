@@ -7,6 +7,7 @@ has processes of its own on this host) look the same to the caller.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -46,9 +47,13 @@ class WeightSync:
         rank: int,
         exchange: Exchange | None,
         engine: ReshardWeightTransferEngine | None,
+        folder: str | None = None,
     ) -> None:
-        """``exchange`` is the session's, where the engine has processes of its own; else ``engine`` is this one's."""
-        self._client, self._resharder, self._rank = client, resharder, rank
+        """``exchange`` is the session's, where the engine has processes of its own; else ``engine`` is this one's.
+
+        ``folder``, if any, is the session's meeting place, which ``close`` removes.
+        """
+        self._client, self._resharder, self._rank, self._folder = client, resharder, rank, folder
         self._exchange, self._engine = exchange, engine
         self._num_pushes = 0
 
@@ -98,7 +103,8 @@ class WeightSync:
             f"trainer rank {rank}", lambda: bound.append(join_as_trainer(info, exchange, rank, tensors, layout))
         )
         call.end()
-        return cls(client, bound[0], rank=rank, exchange=exchange, engine=None)
+        folder = info.folder if rank == 0 else None
+        return cls(client, bound[0], rank=rank, exchange=exchange, engine=None, folder=folder)
 
     @classmethod
     def _colocated(
@@ -184,6 +190,8 @@ class WeightSync:
     def close(self) -> None:
         """Release what the connection holds; weights on both sides stay as they are."""
         self._resharder.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _push_to_others(self, version: int, update: dict[str, Any], deadline_s: float) -> None:
         """Both ends at once: the first rank's call lets the engine's ranks receive, all trainer ranks send."""
