@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import contextlib
+import dataclasses
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
