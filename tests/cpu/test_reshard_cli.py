@@ -269,7 +269,8 @@ def test_sparse_families_list_the_tensors_that_transformers_saves(name):
     sparse = range(fields.get("first_k_dense_replace", 4), 4)
     router = {f"model.layers.{layer}.mlp.gate.weight": ("bfloat16", "float32") for layer in sparse}
     assert ours.keys() == theirs.keys()
-    assert differ == router, "published in bfloat16, saved in float32 after training"
+    # Published in bfloat16; newer Transformers keep it in float32 when training.
+    assert differ in ({}, router)
     bias = [t.spec.dtype.value for tensor, t in theirs.items() if tensor.endswith("e_score_correction_bias")]
     assert bias == (["float32"] if name == "deepseek-v3" else [])
 
