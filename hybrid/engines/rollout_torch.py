@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from hybrid.batch import pad_rows, trim, validate
 from hybrid.engines.decoder import Decoder, RowOutputs
 from hybrid.engines.model_io import load_model, max_positions, named_tensors
-from hybrid.engines.sampling import SamplingParams, sample_tokens, step_seed
+from hybrid.engines.sampling import SamplingParams, check_prompts, sample_tokens, step_seed
 from hybrid.engines.widen import has_native_bf16, widen_at_use
 
 __all__ = ["SamplingParams", "TorchRolloutEngine", "step_seed"]
@@ -106,7 +106,7 @@ class TorchRolloutEngine:
             ValueError: a prompt is empty, too long for the model, or has an id outside the vocabulary.
             FloatingPointError: the model's logits are not finite.
         """
-        self._check_prompts(prompts)
+        check_prompts(prompts, vocab_size=self._vocab_size, max_positions=self._max_positions)
         if first_row % params.n:
             raise ValueError(f"Expected first_row to be a multiple of n = {params.n}, but got {first_row}.")
         if params.cuts_support and not self._warned_about_support:
@@ -127,23 +127,6 @@ class TorchRolloutEngine:
                 "check the last update's gradient norm and that every tensor was written."
             )
         return self._as_batch(rows, params, first_row, outputs)
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        if not prompts:
-            raise ValueError("Expected at least one prompt, but got none.")
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"Expected prompts with at least one token, but prompt {i} is empty.")
-            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-                wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
-                raise ValueError(
-                    f"Expected ids below {self._vocab_size}, but prompt {i} holds {wrong}; check the tokenizer."
-                )
-            if self._max_positions is not None and len(prompt) >= self._max_positions:
-                raise ValueError(
-                    f"Prompt {i} has {len(prompt)} tokens, which leaves no room for a response within the model's "
-                    f"{self._max_positions} positions; set data.max_prompt_length lower."
-                )
 
     def _generate_rows(self, rows: list[Sequence[int]], params: SamplingParams, outputs: RowOutputs) -> None:
         """Fill `outputs` for these rows, which decode together."""

@@ -24,7 +24,7 @@ import torch
 from tensordict import TensorDict
 
 from hybrid.batch import make_batch
-from hybrid.engines.sampling import SamplingParams
+from hybrid.engines.sampling import SamplingParams, check_prompts
 from reshard.errors import StateError
 
 if TYPE_CHECKING:
@@ -204,21 +204,7 @@ class VllmRolloutEngine:
             raise StateError("the vLLM engine has no weights yet: connect() it to a trainer and push before generating")
         if first_row % params.n:
             raise ValueError(f"Expected first_row to be a multiple of n = {params.n}, but got {first_row}.")
-        if not prompts:
-            raise ValueError("Expected at least one prompt, but got none.")
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"Expected prompts with at least one token, but prompt {i} is empty.")
-            if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-                wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
-                raise ValueError(
-                    f"Expected ids below {self._vocab_size}, but prompt {i} holds {wrong}; check the tokenizer."
-                )
-            if len(prompt) >= self._max_len:
-                raise ValueError(
-                    f"Prompt {i} has {len(prompt)} tokens, which leaves no room for a response within the engine's "
-                    f"{self._max_len} positions; set data.max_prompt_length lower."
-                )
+        check_prompts(prompts, vocab_size=self._vocab_size, max_positions=self._max_len)
         if params.cuts_support and not self._warned_about_support:
             self._warned_about_support = True
             _logger.warning(

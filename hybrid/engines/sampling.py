@@ -10,6 +10,7 @@ mass S, the token was really drawn with probability p / S.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -60,6 +61,23 @@ class SamplingParams:
     def cuts_support(self) -> bool:
         """Whether top-k or top-p can leave tokens out."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int, max_positions: int | None) -> None:
+    """Refuse with ValueError what an engine can't continue: no prompt, an empty one, one too long, a strange id."""
+    if not prompts:
+        raise ValueError("Expected at least one prompt, but got none.")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"Expected prompts with at least one token, but prompt {i} is empty.")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(f"Expected ids below {vocab_size}, but prompt {i} holds {wrong}; check the tokenizer.")
+        if max_positions is not None and len(prompt) >= max_positions:
+            raise ValueError(
+                f"Prompt {i} has {len(prompt)} tokens, which leaves no room for a response within the model's "
+                f"{max_positions} positions; set data.max_prompt_length lower."
+            )
 
 
 def step_seed(base_seed: int, step: int, replica: int = 0) -> int:

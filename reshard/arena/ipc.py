@@ -12,18 +12,16 @@ an allocation once, however many imports of it there are, and unmaps it with the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from reshard import _C
-from reshard.arena import view
 from reshard.arena.channel import Channel, Credentials, Deadline
+from reshard.arena.mapped import MappedMemory
 from reshard.errors import DeviceError, StateError, TransportError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,60 +66,8 @@ class MemoryShare:
         self._is_out, self._owner = False, None
 
 
-class ImportedMemory:
-    """Another process's allocation, mapped at an address of this one, for as long as it is open."""
-
-    def __init__(self, mapping: _C.IpcMapping, *, device: int, peer: Credentials) -> None:
-        """Made by ``receive_memory``."""
-        self._mapping = mapping
-        self.device = device
-        """CUDA ordinal, in this process, of the device that it is mapped for."""
-        self.peer = peer
-        self.address = mapping.address
-        self.num_bytes = mapping.num_bytes
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the memory is mapped."""
-        return self._mapping.is_open
-
-    def tensor(
-        self, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None, *, offset_bytes: int = 0
-    ) -> torch.Tensor:
-        """View it as a contiguous tensor; see ``ArenaRegion.tensor``."""
-        return view.as_tensor(self, dtype=dtype, shape=shape, offset_bytes=offset_bytes)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: object = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        """Export it as a one-dimensional uint8 tensor. No stream is waited for."""
-        del stream
-        view.check_dlpack_request(self.device, dl_device=dl_device, copy=copy)
-        return self._mapping.dlpack(max_version is not None and max_version[0] >= 1)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return DLPack's device type and id."""
-        return view.dlpack_device(self.device)
-
-    def close(self) -> None:
-        """Unmap it, if it is this process's last import of the allocation. StateError where views are alive."""
-        self._mapping.close()
-
-    def __enter__(self) -> Self:
-        """Return the memory."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close it; after an error it is left to the garbage collector, so that the error is not hidden."""
-        if error is None:
-            self.close()
+class ImportedMemory(MappedMemory):
+    """Another process's allocation; made by ``receive_memory``."""
 
 
 def send_memory(channel: Channel, memory: DeviceMemory, *, owner: object, timeout_s: float) -> MemoryShare:

@@ -10,19 +10,17 @@ closed. Neither side synchronises the other's work.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from reshard import _C
-from reshard.arena import view
 from reshard.arena.arena import Arena, ArenaRegion
 from reshard.arena.channel import MAX_DESCRIPTORS, Channel, Credentials, Deadline
+from reshard.arena.mapped import MappedMemory
 from reshard.errors import DeviceError, StateError, TransportError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _MAX_CHUNKS: Final = 1 << 20
 _KINDS: Final = ("host", "cuda")
@@ -53,64 +51,16 @@ class RegionShare:
         self._core = None
 
 
-class ImportedRegion:
+class ImportedRegion(MappedMemory):
     """Another process's region, mapped at an address of this one: the same pages, for as long as it is open."""
 
     def __init__(
         self, core: _C.ImportedCore, *, name: str, device: int, peer: Credentials, origin: RegionOrigin
     ) -> None:
         """Made by ``receive_region``."""
-        self._core = core
+        super().__init__(core, device=device, peer=peer)
         self.name = name
         self.origin = origin
-        self.device = device
-        """CUDA ordinal of this process, or -1 for the host."""
-        self.peer = peer
-        self.address = core.address
-        self.num_bytes = core.num_bytes
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the memory is mapped."""
-        return self._core.is_open
-
-    def tensor(
-        self, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None, *, offset_bytes: int = 0
-    ) -> torch.Tensor:
-        """View it as a contiguous tensor; see ``ArenaRegion.tensor``."""
-        return view.as_tensor(self, dtype=dtype, shape=shape, offset_bytes=offset_bytes)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: object = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        """Export it as a one-dimensional uint8 tensor. No stream is waited for."""
-        del stream
-        view.check_dlpack_request(self.device, dl_device=dl_device, copy=copy)
-        return self._core.dlpack(max_version is not None and max_version[0] >= 1)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return DLPack's device type and id."""
-        return view.dlpack_device(self.device)
-
-    def close(self) -> None:
-        """Unmap it. StateError where views are alive; nothing where it is closed already."""
-        self._core.close()
-
-    def __enter__(self) -> Self:
-        """Return the region."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close it; after an error it is left to the garbage collector, so that the error is not hidden."""
-        if error is None:
-            self.close()
 
 
 def send_region(channel: Channel, region: ArenaRegion, *, arena: Arena, timeout_s: float) -> RegionShare:
