@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,26 +18,23 @@ from bench.copy_shapes import MODELS, fused_shapes
 from bench.record import save, summary
 from reshard import _C
 from reshard.oracle import quantize_reference
-from reshard.quant import QuantEntry, make_quant_table, scale_shape
-
-Mode = Literal["blocks", "rows"]
+from reshard.quant import MODES, QuantEntry, QuantMode, make_quant_table, scale_shape
 
 
 def main() -> None:
-    """Parse the command line, run both modes from both source types, write the JSON file."""
+    """Parse the command line, run all modes from both source types, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), default="7B")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--output", type=Path, help="folder of the result file, default build/bench")
     args = parser.parse_args()
-    modes: tuple[Mode, ...] = ("blocks", "rows")
     results = [
-        run(args.model, source, mode, args.rounds) for source in (torch.float32, torch.bfloat16) for mode in modes
+        run(args.model, source, mode, args.rounds) for source in (torch.float32, torch.bfloat16) for mode in MODES
     ]
     print("written:", save("quant-kernel-cuda", {"results": results}, folder=args.output))
 
 
-def make_entries(model: str, source: torch.dtype, mode: Mode) -> list[QuantEntry]:
+def make_entries(model: str, source: torch.dtype, mode: QuantMode) -> list[QuantEntry]:
     """Every matrix of the layers (embeddings and norms stay as they are), with labelled values."""
     entries = []
     for shape, _ in fused_shapes(MODELS[model]):
@@ -59,7 +56,7 @@ def check(entries: list[QuantEntry]) -> None:
         assert torch.equal(entry.dst.view(torch.uint8), expected.view(torch.uint8)), f"matrix {idx} differs"
 
 
-def run(model: str, source: torch.dtype, mode: Mode, rounds: int) -> dict[str, Any]:
+def run(model: str, source: torch.dtype, mode: QuantMode, rounds: int) -> dict[str, Any]:
     """Check, then time one mode from one source type."""
     entries = make_entries(model, source, mode)
     table = _C.QuantDeviceTable(make_quant_table(entries))

@@ -17,7 +17,7 @@ std::string describe_problem(const QuantRecord& record) {
     if (record.src == 0 || record.dst == 0 || record.scale == 0) return "an address is null";
     if (record.src_dtype > kFloat16)
         return "there is no quantising copy from dtype code " + std::to_string(record.src_dtype);
-    if (record.mode != QuantMode::kBlocks && record.mode != QuantMode::kRows) return "an unknown mode";
+    if (record.mode > QuantMode::kBlocksUe8m0) return "an unknown mode";
     const std::uint64_t size = record.src_dtype == kFloat32 ? 4 : 2;
     const auto bits = [](const std::int64_t (&strides)[2]) {
         return static_cast<std::uint64_t>(strides[0] | strides[1]);
@@ -55,7 +55,9 @@ void quantize_group(const QuantRecord& record, std::int64_t group) {
     for (std::int64_t row = first_row; row < last_row; ++row)
         for (std::int64_t column = first_column; column < last_column; ++column)
             amax = larger_magnitude(amax, load_bits(record, row, column));
-    const float scale = group_scale(record.mode, amax);
+    const bool twice = record.mode == QuantMode::kBlocksUe8m0;
+    const float first_scale = group_scale(record.mode, amax), first_inverse = 1.0f / first_scale;
+    const float scale = twice ? ue8m0_scale(amax, first_scale) : first_scale;
     const float inverse = 1.0f / scale;
     std::memcpy(reinterpret_cast<unsigned char*>(record.scale) + down * record.scale_strides[0] +
                     across * record.scale_strides[1],
@@ -63,7 +65,8 @@ void quantize_group(const QuantRecord& record, std::int64_t group) {
     for (std::int64_t row = first_row; row < last_row; ++row) {
         auto* dst = reinterpret_cast<unsigned char*>(record.dst) + row * record.dst_strides[0];
         for (std::int64_t column = first_column; column < last_column; ++column) {
-            const float x = bits_float(load_bits(record, row, column));
+            float x = bits_float(load_bits(record, row, column));
+            if (twice) x = bits_float(f32_from_e4m3(e4m3_from_f32(float_bits(x * first_inverse)))) * first_scale;
             dst[column * record.dst_strides[1]] = e4m3_from_f32(float_bits(by_rows ? x / scale : x * inverse));
         }
     }

@@ -1,6 +1,7 @@
 // Quantising copies: fp32, bf16 or fp16 matrices into fp8 (e4m3) with fp32 scales. reshard/quant.py builds the table.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,10 +14,12 @@ namespace reshard {
 // How a scale comes from the largest magnitude of its group, and a quantised value from the scale, all in fp32:
 //   kBlocks  groups of 128 x 128: scale = max(amax, 1e-4) * fl(1/448), value = x * fl(1/scale)
 //   kRows    groups of one row:   scale = max(amax / 448, 1/(448*512)), value = x / scale
+//   kBlocksUe8m0  as kBlocks, and then once more with scales that are powers of two: from y = value * scale,
+//            scale = 2^ceil(log2(max(amax of y, 1e-4) * fl(1/448))), value = y * (1/scale)
 // and value is rounded to e4m3, to nearest even, at most 448. These are the operations of the engine's own quantisers
 // on a GPU (a division by the scalar 448 is a multiplication by its reciprocal there), so finite weights come out bit
 // for bit the same. A NaN gives 0x7f, and its group a NaN scale.
-enum class QuantMode : std::uint8_t { kBlocks = 0, kRows = 1 };
+enum class QuantMode : std::uint8_t { kBlocks = 0, kRows = 1, kBlocksUe8m0 = 2 };
 
 inline constexpr std::int64_t kQuantBlock = 128;
 inline constexpr std::uint8_t kFloat8E4M3 = 3;
@@ -77,10 +80,25 @@ RESHARD_HOST_DEVICE inline std::uint32_t larger_magnitude(std::uint32_t amax, st
 
 RESHARD_HOST_DEVICE inline float group_scale(QuantMode mode, std::uint32_t amax_bits) {
     const float amax = bits_float(amax_bits);
-    if (mode == QuantMode::kBlocks) return (amax < 1e-4f ? 1e-4f : amax) * (1.0f / 448.0f);
+    if (mode != QuantMode::kRows) return (amax < 1e-4f ? 1e-4f : amax) * (1.0f / 448.0f);
     const float scale = amax / 448.0f;
     constexpr float kSmallest = 1.0f / (448.0f * 512.0f);
     return scale < kSmallest ? kSmallest : scale;
+}
+
+RESHARD_HOST_DEVICE inline std::uint32_t f32_from_e4m3(std::uint8_t value) {
+    const std::uint32_t sign = (value & 0x80u) << 24;
+    const std::uint32_t magnitude = value & 0x7fu;
+    if (magnitude == 0x7f) return 0x7fc00000u;
+    if (magnitude < 8) return sign | float_bits(static_cast<float>(magnitude) * (1.0f / 512.0f));
+    return sign | ((magnitude << 20) + 0x3c000000u);
+}
+
+// The scale of kBlocksUe8m0, from the largest magnitude and the scale of kBlocks. The engine takes the logarithm in
+// fp32, so a scale within rounding above a power of two is that power.
+RESHARD_HOST_DEVICE inline float ue8m0_scale(std::uint32_t amax_bits, float scale) {
+    const float largest = bits_float(f32_from_e4m3(e4m3_from_f32(float_bits(bits_float(amax_bits) * (1.0f / scale)))));
+    return exp2f(ceilf(log2f(group_scale(QuantMode::kBlocks, float_bits(largest * scale)))));
 }
 
 }  // namespace reshard

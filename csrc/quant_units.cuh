@@ -103,6 +103,9 @@ __device__ __forceinline__ void quantize_unit(const UnitRecord& record, std::uin
                       [&](int i) { chunk(i).store(at + i * step, [&](float x) { return scaled.divided(x); }); });
     else if (by_rows)
         walk.for_each(record, [&](int i) { chunk(i).store(at + i * step, [&](float x) { return x / scaled.scale; }); });
+    else if (record.mode == QuantMode::kBlocksUe8m0)
+        walk.for_each(
+            record, [&](int i) { chunk(i).store(at + i * step, [&](float x) { return scaled.quantised_before(x); }); });
     else
         walk.for_each(record,
                       [&](int i) { chunk(i).store(at + i * step, [&](float x) { return x * scaled.inverse; }); });

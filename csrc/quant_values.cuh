@@ -22,13 +22,27 @@ __device__ __forceinline__ unsigned char quantize_one(float x) {
     return static_cast<unsigned char>(__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3));
 }
 
+__device__ __forceinline__ float float_of_e4m3(unsigned char value) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(value, __NV_E4M3)));
+}
+
 struct Scaling {
     QuantMode mode;
+    float first_scale, first_inverse;  // of kBlocksUe8m0's first quantising; else the same as the others
     float scale, inverse;
     bool is_finite;
 
     __device__ Scaling(QuantMode mode, std::uint32_t amax)
-        : mode(mode), scale(group_scale(mode, amax)), inverse(1.0f / scale), is_finite(isfinite(scale)) {}
+        : mode(mode), first_scale(group_scale(mode, amax)), first_inverse(1.0f / first_scale) {
+        scale = mode == QuantMode::kBlocksUe8m0 ? ue8m0_scale(amax, first_scale) : first_scale;
+        inverse = 1.0f / scale;
+        is_finite = isfinite(scale);
+    }
+
+    // What is left of x after the first quantising, over the second scale.
+    __device__ __forceinline__ float quantised_before(float x) const {
+        return float_of_e4m3(quantize_one(x * first_inverse)) * first_scale * inverse;
+    }
 
     // x / scale, rounded to nearest, for a finite scale: the first correction brings the quotient to within one unit in
     // the last place, from where the second makes it exact (Markstein, "Computation of elementary functions on the IBM
@@ -41,6 +55,7 @@ struct Scaling {
     }
 
     __device__ __forceinline__ float operator()(float x) const {
+        if (mode == QuantMode::kBlocksUe8m0) return quantised_before(x);
         return mode == QuantMode::kRows ? x / scale : x * inverse;
     }
 };

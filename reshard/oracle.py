@@ -92,4 +92,9 @@ def quantize_reference(
     amax = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-4)
     scale = amax * largest.reciprocal()
     quantized = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn)
+    if mode == "blocks_ue8m0":
+        kept = quantized.float() * scale
+        amax = kept.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-4)
+        scale = (amax * largest.reciprocal()).log2().ceil().exp2()
+        quantized = (kept * (1.0 / scale)).to(torch.float8_e4m3fn)
     return quantized.view(padded.shape)[:rows, :columns].contiguous(), scale[:, 0, :, 0]

@@ -6,7 +6,10 @@ The formulas are those that vLLM's own quantisers apply on a GPU, so that finite
   ``value = x * fl(1/scale)`` (vllm.utils.deep_gemm.per_block_cast_to_fp8, where torch turns the division by the scalar
   448 into a multiplication by its float32 reciprocal on CUDA);
 - ``rows``: one group a row; ``scale = max(amax / 448, 1 / (448 * 512))``, ``value = x / scale``
-  (scaled_fp8_quant with use_per_token_if_dynamic).
+  (scaled_fp8_quant with use_per_token_if_dynamic);
+- ``blocks_ue8m0``: ``blocks``, and what that keeps of the weight quantised again with scales that are powers of two:
+  ``y = value * scale``, ``scale = 2^ceil(log2(max(amax(y), 1e-4) * fl(1/448)))``, ``value = y * fl(1/scale)``. So does
+  an engine whose GEMM kernels want such scales (requant_weight_ue8m0_inplace).
 
 All in float32; values are rounded to e4m3 to nearest, ties to even, at most 448. A NaN becomes e4m3's NaN.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 128
-MODES: tuple[Literal["blocks", "rows"], ...] = ("blocks", "rows")
+QuantMode = Literal["blocks", "rows", "blocks_ue8m0"]
+MODES: tuple[QuantMode, ...] = get_args(QuantMode)
 
 QUANT_RECORD = np.dtype(
     [
@@ -55,8 +59,9 @@ class QuantEntry:
     Attributes:
         src: ``[rows, columns]``, float32, bfloat16 or float16, any strides.
         dst: ``[rows, columns]``, float8_e4m3fn, any strides (a view of the engine's live weight).
-        scale: float32, ``[ceil(rows / 128), ceil(columns / 128)]`` for blocks, ``[rows]`` or ``[rows, 1]`` for rows.
-        mode: ``blocks`` or ``rows``.
+        scale: float32, ``[ceil(rows / 128), ceil(columns / 128)]`` for blocks of either kind, ``[rows]`` or
+            ``[rows, 1]`` for rows.
+        mode: one of the above.
         through_bf16: round to bfloat16 first, as an engine does that loads bfloat16 weights and quantises those.
         label: name for error messages.
     """
@@ -64,12 +69,12 @@ class QuantEntry:
     src: torch.Tensor
     dst: torch.Tensor
     scale: torch.Tensor
-    mode: Literal["blocks", "rows"]
+    mode: QuantMode
     through_bf16: bool = True
     label: str = ""
 
 
-def scale_shape(rows: int, columns: int, mode: Literal["blocks", "rows"]) -> tuple[int, int]:
+def scale_shape(rows: int, columns: int, mode: QuantMode) -> tuple[int, int]:
     """Scales of a ``[rows, columns]`` matrix, down and across."""
     return (rows, 1) if mode == "rows" else (-(-rows // BLOCK), -(-columns // BLOCK))
 
@@ -115,7 +120,7 @@ def _checked_scale(entry: QuantEntry) -> torch.Tensor:
     """The entry's scales as a matrix; PlanError if anything about the entry is wrong."""
     name = f"quantising copy of {entry.label!r}" if entry.label else "quantising copy"
     if entry.mode not in MODES:
-        raise PlanError(f"{name}: mode must be 'blocks' or 'rows', but is {entry.mode!r}")
+        raise PlanError(f"{name}: mode must be one of {list(MODES)}, but is {entry.mode!r}")
     if entry.src.dim() != 2 or entry.src.shape != entry.dst.shape:
         raise PlanError(
             f"{name}: source {tuple(entry.src.shape)} and destination {tuple(entry.dst.shape)} must be one matrix shape"

@@ -16,7 +16,7 @@ from copy_cases import PAIRS, SAME, Case, Side, assert_same_as_oracle, assert_sa
 from reshard import _C
 from reshard.dtype import DType
 from reshard.oracle import quantize_reference
-from reshard.quant import QuantEntry, make_quant_table, scale_shape
+from reshard.quant import MODES, QuantEntry, make_quant_table, scale_shape
 
 SHAPES: list[tuple[int, ...]] = [(1,), (7,), (64,), (1000,), (5, 33), (16, 64), (3, 4, 5), (2, 3, 4, 24)]
 
@@ -99,9 +99,9 @@ def main() -> None:
     sizes = ((1, 1), (5, 12), (128, 128), (130, 260), (257, 131), (3, 18944), (2, 30000))
     for rows, columns in sizes:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for mode in ("blocks", "rows"):
+            for mode in MODES:
                 quantise(rows, columns, dtype, mode)
-    print(f"{len(cases)} copies, {len(fan_cases())} fans and {6 * len(sizes)} quantised matrices: equal")
+    print(f"{len(cases)} copies, {len(fan_cases())} fans and {3 * len(MODES) * len(sizes)} quantised matrices: equal")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reshard import _C
 from reshard.errors import PlanError
 from reshard.oracle import quantize_reference
-from reshard.quant import QUANT_RECORD, QuantEntry, make_quant_table, scale_shape
+from reshard.quant import MODES, QUANT_RECORD, QuantEntry, make_quant_table, scale_shape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -42,7 +42,7 @@ def test_record_is_128_bytes():
     st.integers(1, 300),
     st.integers(1, 300),
     st.sampled_from(DTYPES),
-    st.sampled_from(["blocks", "rows"]),
+    st.sampled_from(MODES),
     st.booleans(),
     st.integers(-8, 8),
 )
@@ -52,7 +52,7 @@ def test_random_matrices_equal_the_reference(rows, columns, dtype, mode, through
     assert_as_reference(values, mode, through_bf16=through_bf16)
 
 
-@pytest.mark.parametrize("mode", ["blocks", "rows"])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_rounding_edge_of_e4m3(mode: str):
     """A scale of exactly one: every fp16-range float around every e4m3 value and midpoint, both signs."""
     values = rounding_edges()
@@ -86,12 +86,12 @@ def test_known_values():
     assert scale.tolist() == [[float(np.float32(1e-4) * (np.float32(1) / np.float32(448)))]]
 
 
-@pytest.mark.parametrize("mode", ["blocks", "rows"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_nan_marks_its_group_and_no_other(mode: str):
     values = torch.ones(200, 200)
     values[3, 5] = math.nan
     dst, scale = quantized(values, mode)
-    assert scale[0 if mode == "blocks" else 3, 0].isnan()
+    assert scale[3 if mode == "rows" else 0, 0].isnan()
     assert int(scale.isnan().sum()) == 1
     assert dst.view(torch.uint8)[3, 5] == 0x7F
     assert not dst[130:].float().isnan().any()
@@ -99,12 +99,25 @@ def test_a_nan_marks_its_group_and_no_other(mode: str):
 
 def test_through_bf16_is_what_an_engine_sees_that_loads_bf16():
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(3))
-    for mode in ("blocks", "rows"):
+    for mode in MODES:
         from_fp32 = quantized(values, mode)
         from_bf16 = quantized(values.bfloat16(), mode)
         assert_same_bytes(from_fp32[0], from_bf16[0], what="values")
         assert_same_bytes(from_fp32[1], from_bf16[1], what="scales")
-        assert not torch.equal(quantized(values, mode, through_bf16=False)[1], from_bf16[1])
+        direct = quantized(values, mode, through_bf16=False)
+        assert not all(torch.equal(a.float(), b.float()) for a, b in zip(direct, from_bf16, strict=True))
+
+
+def test_scales_of_powers_of_two_come_from_what_the_first_quantising_kept():
+    values = torch.zeros(128, 256)
+    values[0, :2] = torch.tensor([450.0, 17.0])
+    values[5, 128] = 448.0
+    dst, scale = quantized(values, "blocks_ue8m0")
+    assert scale.tolist() == [[2.0, 1.0]], "450/448 is above 1, 448/448 is 1"
+    # 17 * 448/450 = 16.92 rounds to 16 in steps of 2; what it stands for, 16.07, is 8.04 of the second scale: 8.
+    assert (dst[0, 0].item(), dst[0, 1].item(), dst[5, 128].item()) == (224.0, 8.0, 448.0)
+    once, _ = quantized(values, "blocks")
+    assert once[0, 0].item() == 448.0
 
 
 def test_live_strides_on_every_side():
@@ -132,7 +145,7 @@ def test_empty_matrices_leave_no_record():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mode": "columns"}, "mode must be 'blocks' or 'rows', but is 'columns'"),
+        ({"mode": "columns"}, "mode must be one of ..blocks', 'rows', 'blocks_ue8m0'., but is 'columns'"),
         ({"src": torch.zeros(4, 5)}, r"source \(4, 5\) and destination \(4, 4\) must be one matrix shape"),
         ({"src": torch.zeros(4, 4, dtype=torch.int32)}, "source is torch.int32; quantise from"),
         ({"dst": torch.zeros(4, 4)}, "destination is torch.float32; it must be float8_e4m3fn"),
@@ -159,7 +172,7 @@ def test_the_extension_refuses_malformed_records():
         ("extents", 0, "an extent is below 1"),
         ("scale", 0, "an address is null"),
         ("src_dtype", 9, "no quantising copy from dtype code 9"),
-        ("mode", 2, "an unknown mode"),
+        ("mode", 3, "an unknown mode"),
         ("src", 4097, "not aligned to their own size"),
         ("scale", 4098, "scales are not aligned"),
     ):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from reshard import _C
 from reshard.oracle import quantize_reference
-from reshard.quant import QuantEntry, make_quant_table, scale_shape
+from reshard.quant import MODES, QuantEntry, make_quant_table, scale_shape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,15 +63,18 @@ def test_blocks_equal_the_engines_formula_as_torch_runs_it_here():
     assert_same_bytes(dst, engine.cpu(), what="values")
 
 
-@pytest.mark.parametrize("mode", ["blocks", "rows"])
+@pytest.mark.parametrize("mode", MODES)
 def test_against_vllm_itself(mode: str):
     pytest.importorskip("vllm.utils", reason="needs vllm")
     weight = (torch.randn(768, 1024, generator=torch.Generator().manual_seed(6)) * 0.03).bfloat16().cuda()
     dst, scale = quantized(weight, mode)
-    if mode == "blocks":
+    if mode != "rows":
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
         from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
         engine, engine_scale = per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=False)
+        if mode == "blocks_ue8m0":
+            requant_weight_ue8m0_inplace(engine, engine_scale)
     else:
         from vllm._custom_ops import scaled_fp8_quant
 
@@ -80,7 +83,7 @@ def test_against_vllm_itself(mode: str):
     assert_same_bytes(dst, engine.cpu(), what="values")
 
 
-@pytest.mark.parametrize("mode", ["blocks", "rows"])
+@pytest.mark.parametrize("mode", MODES)
 def test_rounding_edges_at_a_scale_of_one(mode: str):
     edges = rounding_edges()
     edges = edges[edges.abs() <= 448]
@@ -93,7 +96,7 @@ def test_rounding_edges_at_a_scale_of_one(mode: str):
     assert_same_bytes(dst, expected, what="values")
 
 
-@pytest.mark.parametrize("mode", ["blocks", "rows"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(130, 8), (5, 64), (3, 520), (37, 3584), (130, 8192), (5, 18944), (3, 30000), (2, 60000)]
@@ -111,7 +114,7 @@ def test_every_size_class_of_rows_and_blocks(shape: tuple[int, int], dtype: torc
 
 @pytest.mark.parametrize("through_bf16", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["blocks", "rows"])
+@pytest.mark.parametrize("mode", MODES)
 def test_infinities_and_nans_as_on_the_host(mode: str, dtype: torch.dtype, through_bf16: bool):
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(4)).to(dtype)
     values[3, 5], values[200, 7], values[9, 200] = float("inf"), float("nan"), -float("inf")
