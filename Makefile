@@ -1,6 +1,7 @@
 # Every target does its own set-up in .venv; nothing is installed outside it.
 #   make demo    train SmolLM2-135M-Instruct with GRPO on this machine (about ten minutes on two cores)
 #   make test    the whole suite for this machine (GPU tests run where there is a GPU)
+#   make test-vllm-versions VERSIONS="0.26.0 0.29.0"   vLLM's tests with other versions of it (about ten minutes and 0.5 GB each)
 #   make lint    ruff, mypy, clang-format
 #   make docs    HTML pages in build/docs
 #   make bench   the benchmarks that this machine can run
@@ -18,7 +19,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),on,off)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint docs bench clean build
+.PHONY: demo test test-vllm-versions lint docs bench clean build
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo build
@@ -27,6 +28,10 @@ demo: $(VENV)/.demo build
 test: $(VENV)/.dev $(if $(filter on,$(VLLM)),$(VENV)/.vllm) build
 	$(BIN)/python -m pytest --ignore=tests/live_vllm $(ARGS)
 	$(if $(filter on,$(VLLM)),$(BIN)/python -m pytest tests/live_vllm -n 2 --dist loadfile $(ARGS),@echo "tests/live_vllm not run: VLLM=off")
+
+# The table in docs/vllm.md. Versions lie over .venv in .cache/vllm, with the torch that each was built for.
+test-vllm-versions: $(VENV)/.vllm build
+	$(BIN)/python tests/vllm_versions.py $(VERSIONS) $(if $(ARGS),-- $(ARGS))
 
 lint: $(VENV)/.dev build
 	$(BIN)/ruff check .

@@ -220,6 +220,39 @@ def separate_two(folder: Path) -> None:
     separate(folder, tensor_parallel=2)
 
 
+def trainer_interface(folder: Path) -> None:
+    """The trainer's side by vLLM's own factory, which takes a config besides in vLLM 0.26."""
+    import inspect
+
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from reshard.errors import LayoutError
+    from reshard.vllm import LLMClient
+    from reshard.vllm.trainer_engine import LiveSource, ReshardTrainerInitInfo
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    llm = start_engine(folder)
+    make = WeightTransferTrainerFactory.trainer_init
+    info = ReshardTrainerInitInfo(rank=0)
+    has_config = "config" in inspect.signature(make).parameters
+    arguments = ("reshard", WeightTransferConfig(backend="reshard"), info) if has_config else (info,)
+    connect = lambda source: make(*arguments, client=LLMClient(llm), source=source)  # noqa: E731
+    expect(LayoutError, "but the source is a ModuleSource", lambda: connect(ModuleSource(model)))
+    trainer = connect(LiveSource(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    tokens = [sample(llm)[0]]
+    for update in (1, 2):
+        train(model, optimizer, update)
+        trainer.send_weights()
+        found, log_probs = sample(llm)
+        expect_trainer(model, found, log_probs)
+        assert found not in tokens and trainer.sync.version == update
+        tokens.append(found)
+    trainer.shutdown()
+
+
 def rollout_engine(folder: Path) -> None:
     """The rollout engine of `hybrid`: weights first, seeds, stop ids, limits, log-probs at temperature, versions."""
     from hybrid.engines.rollout_vllm import VllmOptions, VllmRolloutEngine

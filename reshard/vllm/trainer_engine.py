@@ -50,11 +50,10 @@ class LiveSource(WeightSource):
             yield name, materialize_full_tensor(tensor)
 
 
-class ReshardTrainerEngine(TrainerWeightTransferEngine[Any]):
+class ReshardTrainerEngine(TrainerWeightTransferEngine):
     """A trainer rank's connection; ``send_weights`` is one push."""
 
     init_info_cls = ReshardTrainerInitInfo
-    config_cls = object
 
     def __init__(self, sync: WeightSync, *, client: VLLMWeightSyncClient, source: LiveSource, is_sender: bool) -> None:
         """Made by ``trainer_init``."""
@@ -62,14 +61,18 @@ class ReshardTrainerEngine(TrainerWeightTransferEngine[Any]):
 
     @classmethod
     def trainer_init(
-        cls, *args: Any, client: VLLMWeightSyncClient, source: WeightSource | None = None, **named: Any
+        cls,
+        init_info: ReshardTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+        config: object = None,
     ) -> Self:
-        """Connect. vLLM 0.26 passes a config before the init info; later versions the init info alone.
+        """Connect. ``config`` is what vLLM 0.26 passes besides; it says nothing that ``init_info`` does not.
 
         Raises:
             LayoutError: the source is not a ``LiveSource``.
         """
-        init_info = named.get("init_info") or args[-1]
         if not isinstance(source, LiveSource):
             raise LayoutError(
                 f"backend 'reshard' reads live tensors, but the source is a {type(source).__name__}: pass "

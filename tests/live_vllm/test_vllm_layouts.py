@@ -83,18 +83,23 @@ def test_every_pipeline_stage_is_learnt_exactly(tmp_path, name):
     assert (first, last) == OUTSIDE_LAYERS[name]
 
 
-def test_what_an_engine_does_not_use_is_named(engines):
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("qwen2", {"lm_head.weight": (300, 64)}),
+        ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}),
+        (
+            "deepseek_v3",
+            {"model.layers.2.eh_proj.weight": (64, 128), "model.layers.2.self_attn.o_proj.weight": (64, 128)},
+        ),
+    ],
+    ids=("a tied head", "frequencies", "a prediction layer"),
+)
+def test_what_an_engine_does_not_use_is_named(engines, name, extra):
     """Tensors that published checkpoints carry besides: a redundant tied head, frequencies, a prediction layer."""
-    extra = {
-        "qwen2": ["lm_head.weight"],
-        "llama": ["model.layers.0.self_attn.rotary_emb.inv_freq"],
-        "deepseek_v3": ["model.layers.2.eh_proj.weight", "model.layers.2.self_attn.o_proj.weight"],
-    }
-    shapes = {"lm_head.weight": (300, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
-    for name, names in extra.items():
-        more = [TensorSpec(tensor, shapes.get(tensor, (64, 128)), DType.FLOAT32) for tensor in names]
-        engine = replace(engines[name], checkpoint=(*engines[name].checkpoint, *more))
-        assert check_rank(engine, 0).unread == tuple(names)
+    more = [TensorSpec(tensor, shape, DType.FLOAT32) for tensor, shape in extra.items()]
+    engine = replace(engines[name], checkpoint=(*engines[name].checkpoint, *more))
+    assert check_rank(engine, 0).unread == tuple(extra)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

@@ -62,7 +62,7 @@ def test_updated_engines_equal_fresh_ones_that_load_the_saved_weights(folder):
         assert json.loads((folder / own / "tokens.json").read_text()) == tokens, own
 
 
-@pytest.mark.parametrize("name", ["refusals", "rollout_engine"])
+@pytest.mark.parametrize("name", ["refusals", "rollout_engine", "trainer_interface"])
 def test_wrong_input_is_refused_and_what_is_asked_for_comes(tmp_path, name):
     make_model(tmp_path)
     run(name, tmp_path)
