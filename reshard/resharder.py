@@ -34,6 +34,7 @@ from reshard.errors import PlanError, ReshardError, StateError
 from reshard.parts import Parts
 from reshard.plan import Plan
 from reshard.transports.base import BoundTransfer, Endpoint, Tensors, Transport, endpoints, rank_copies
+from reshard.transports.kernels import Kernels, choose_kernels
 from reshard.transports.local import LocalTransport
 from reshard.transports.runner import common_device, is_capturing
 from reshard.verify import Checks
@@ -57,10 +58,12 @@ class TransitionStats:
     """What this rank's transitions cost.
 
     Bytes are per transition and known from the Plan; `seconds` is the last transition's wall clock, from `begin`
-    to the end of `wait`, on the host's clock. Aliased bytes are those whose source is the same memory.
+    to the end of `wait`, on the host's clock. Aliased bytes are those whose source is the same memory. `kernels` is
+    what runs the copies: host threads, CUDA kernels or Triton (see `reshard.transports.kernels`).
     """
 
     transport: str
+    kernels: Kernels
     num_copies: int
     num_parts: int
     num_launches: int
@@ -357,6 +360,7 @@ class Resharder:
                 received += c.moved_bytes
         return TransitionStats(
             transport=self._transport.name,
+            kernels=choose_kernels(self._device),
             num_copies=num_copies,
             num_parts=self.parts.num,
             num_launches=self._bound.num_launches,

@@ -1,4 +1,4 @@
-"""The copy table by Triton, for installs whose ``reshard._C`` has no CUDA kernels.
+"""The copy table by Triton, for installs whose ``reshard._C`` has no CUDA kernels (see ``reshard.transports.kernels``).
 
 One launch per pair of element types and kind of rows. The casts are integer arithmetic, so that they give the same bits
 as every other executor, under Triton's interpreter too.
@@ -6,6 +6,8 @@ as every other executor, under Triton's interpreter too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +24,7 @@ BLOCK = 1024
 BLOCKS_PER_TILE = 8
 MIN_ROW = 128  # contiguous rows of so many elements are moved row by row
 
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,13 @@ class _Launch:
 
 
 class TritonTable:
-    """A copy table on a device, uploaded once and launched any number of times on torch's current stream.
+    """A copy table on a device: compiled and uploaded once, launched any number of times.
+
+    Dropping the last reference gives its memory back to torch; wait for queued launches first.
 
     Args:
         table: what ``make_table`` returns; addresses are kept, memory is borrowed.
-        device: the torch device that runs it ("cpu" under TRITON_INTERPRET=1).
+        device: the torch device that runs it ("cpu" under TRITON_INTERPRET=1). Blocks; not inside a graph capture.
 
     Raises:
         PlanError: elements that are not aligned to the words they are moved in (of a cast, to their own size).
@@ -64,14 +68,17 @@ class TritonTable:
         words = _in_words(table)
         heads = _heads(words)
         kinds, kind_of_fan = np.unique(_kinds_of(words, heads), axis=0, return_inverse=True)
+        self._device = torch.empty(0, device=device).device
         self._launches: list[_Launch] = []
         for idx, row in enumerate(kinds):
             kind = _Kind(*row.tolist())
             chosen = heads[kind_of_fan.reshape(-1) == idx]
             members = (chosen[:, None] + np.arange(kind.num_targets)).reshape(-1)
-            records = torch.from_numpy(words[members].view(np.int64).reshape(-1, 16).copy()).to(device)
-            tiles = torch.from_numpy(_tiles(words[chosen], by_rows=bool(kind.by_rows))).to(device)
+            records = torch.from_numpy(words[members].view(np.int64).reshape(-1, 16).copy()).to(self._device)
+            tiles = torch.from_numpy(tiles_of(words[chosen], by_rows=bool(kind.by_rows))).to(self._device)
             self._launches.append(_Launch(kind, records, tiles))
+        if self._device.type != "cpu":
+            self._load_kernels()
 
     @property
     def num_launches(self) -> int:
@@ -83,23 +90,45 @@ class TritonTable:
         """Device memory that the table holds."""
         return sum(launch.records.nbytes + launch.tiles.nbytes for launch in self._launches)
 
-    def launch(self) -> None:
-        """Queue one run on torch's current stream. Does not block; can be captured after a first run compiled it."""
-        for launch in self._launches:
-            kind = launch.kind
-            kernel = row_kernel if kind.by_rows else box_kernel
-            kernel[(len(launch.tiles),)](
-                launch.records,
-                launch.tiles,
-                SRC_WORD=_WORDS[kind.src_itemsize],
-                DST_WORD=_WORDS[kind.dst_itemsize],
-                SRC_CODE=kind.src_code,
-                DST_CODE=kind.dst_code,
-                ALIGNED=bool(kind.aligned),
-                NUM_TARGETS=kind.num_targets,
-                BLOCK=BLOCK,
-                BLOCKS_PER_TILE=BLOCKS_PER_TILE,
-            )
+    def launch(self, stream: int | None = None) -> None:
+        """Queue one run on a raw stream of the device, torch's current one where None. Does not block; capturable."""
+        with self._on_stream(stream):
+            for launch in self._launches:
+                _run(launch, launch.tiles)
+
+    def _load_kernels(self) -> None:
+        """Compile and load every kernel, which a capture could not do, by a run on a tile that lies past any box."""
+        with self._on_stream(None):
+            past_the_end = torch.tensor([[0, 0, 1 << 40]], dtype=torch.int64).to(self._device)
+            for launch in self._launches:
+                _run(launch, past_the_end)
+
+    def _on_stream(self, stream: int | None) -> AbstractContextManager[object]:
+        if self._device.type == "cpu":
+            return nullcontext()
+        current = torch.cuda.current_stream(self._device)
+        if stream is None or stream == current.cuda_stream:
+            return torch.cuda.stream(current)
+        # torch makes a new stream of the handle 0, which is the default one's.
+        other = torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
+        return torch.cuda.stream(other)
+
+
+def _run(launch: _Launch, tiles: torch.Tensor) -> None:
+    kind = launch.kind
+    kernel = row_kernel if kind.by_rows else box_kernel
+    kernel[(len(tiles),)](
+        launch.records,
+        tiles,
+        SRC_WORD=WORDS[kind.src_itemsize],
+        DST_WORD=WORDS[kind.dst_itemsize],
+        SRC_CODE=kind.src_code,
+        DST_CODE=kind.dst_code,
+        ALIGNED=bool(kind.aligned),
+        NUM_TARGETS=kind.num_targets,
+        BLOCK=BLOCK,
+        BLOCKS_PER_TILE=BLOCKS_PER_TILE,
+    )
 
 
 def _heads(table: CopyTable) -> Integers:
@@ -148,7 +177,7 @@ def _kinds_of(table: CopyTable, heads: Integers) -> Integers:
     return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)
 
 
-def _tiles(fans: CopyTable, *, by_rows: bool) -> Integers:
+def tiles_of(fans: CopyTable, *, by_rows: bool) -> Integers:
     """Tiles of all fans, int64 ``[num_tiles, 3]``: the fan's index, a row (0 unless by rows), a first element."""
     per_tile = BLOCK * BLOCKS_PER_TILE
     lengths = fans["extents"][:, 3] if by_rows else fans["extents"].prod(axis=1)
@@ -163,7 +192,7 @@ def _in_words(table: CopyTable) -> CopyTable:
     """The same copies with words of 1, 2, 4 or 8 bytes as elements; runs of one type as the widest words that fit."""
     heads = _heads(table)
     is_cast = table["src_dtype"] != table["dst_dtype"]
-    _refuse_misaligned(table[is_cast])
+    refuse_misaligned(table[is_cast])
     itemsize = table["src_itemsize"].astype(np.int64)
     runs = _over_fans((~_is_run(table)).astype(np.int64), heads) == 0
     bits = _row_bits(table, "src") | _row_bits(table, "dst")
@@ -180,8 +209,9 @@ def _in_words(table: CopyTable) -> CopyTable:
     return _split_items(made, np.where(runs, 1, itemsize // word))
 
 
-def _refuse_misaligned(casts: CopyTable) -> None:
-    for side in ("src", "dst"):
+def refuse_misaligned(casts: CopyTable, sides: Sequence[str] = ("src", "dst")) -> None:
+    """PlanError unless every element of these records lies at a multiple of its size on the sides named."""
+    for side in sides:
         bits = np.bitwise_or.reduce(casts[f"{side}_strides"], axis=1) | casts[side].astype(np.int64)
         if (bits % casts[f"{side}_itemsize"]).any():
             raise PlanError(

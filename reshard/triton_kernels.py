@@ -75,7 +75,7 @@ def _convert(bits, SRC_CODE: tl.constexpr, DST_CODE: tl.constexpr):
 
 
 @triton.jit
-def _cast(bits, SRC_CODE: tl.constexpr, DST_CODE: tl.constexpr, DST_WORD: tl.constexpr):
+def cast_words(bits, SRC_CODE: tl.constexpr, DST_CODE: tl.constexpr, DST_WORD: tl.constexpr):
     """Words as loaded to words as stored."""
     if SRC_CODE == DST_CODE:
         return bits
@@ -84,7 +84,7 @@ def _cast(bits, SRC_CODE: tl.constexpr, DST_CODE: tl.constexpr, DST_WORD: tl.con
 
 
 @triton.jit
-def _row_offset(row, record, STRIDES: tl.constexpr):
+def row_offset(row, record, STRIDES: tl.constexpr):
     """Bytes from a record's first row to row number ``row``, by one side's strides."""
     extent1 = tl.load(record + _EXTENTS + 1)
     extent2 = tl.load(record + _EXTENTS + 2)
@@ -99,7 +99,7 @@ def _row_offset(row, record, STRIDES: tl.constexpr):
 @triton.jit
 def _row_of_target(record, row, DST_WORD: tl.constexpr):
     """Pointer to the first element of a record's destination row."""
-    return (tl.load(record + _DST) + _row_offset(row, record, _DST_STRIDES)).to(tl.pointer_type(DST_WORD))
+    return (tl.load(record + _DST) + row_offset(row, record, _DST_STRIDES)).to(tl.pointer_type(DST_WORD))
 
 
 @triton.jit
@@ -127,13 +127,13 @@ def box_kernel(
         element = first + block * BLOCK + tl.arange(0, BLOCK)
         row = element // extent3
         index3 = element - row * extent3
-        src_at = tl.load(record + _SRC) + _row_offset(row, record, _SRC_STRIDES)
+        src_at = tl.load(record + _SRC) + row_offset(row, record, _SRC_STRIDES)
         src_at += index3 * tl.load(record + _SRC_STRIDES + 3)
         inside = element < count
-        bits = _cast(tl.load(src_at.to(tl.pointer_type(SRC_WORD)), mask=inside), SRC_CODE, DST_CODE, DST_WORD)
+        bits = cast_words(tl.load(src_at.to(tl.pointer_type(SRC_WORD)), mask=inside), SRC_CODE, DST_CODE, DST_WORD)
         for target in tl.static_range(NUM_TARGETS):
             other = record + target * _RECORD
-            dst_at = tl.load(other + _DST) + _row_offset(row, other, _DST_STRIDES)
+            dst_at = tl.load(other + _DST) + row_offset(row, other, _DST_STRIDES)
             dst_at += index3 * tl.load(other + _DST_STRIDES + 3)
             tl.store(dst_at.to(tl.pointer_type(DST_WORD)), bits, mask=inside)
 
@@ -157,7 +157,7 @@ def row_kernel(
     row = tl.load(tiles + 3 * tile + 1)
     first = tl.load(tiles + 3 * tile + 2)
     extent3 = tl.load(record + _EXTENTS + 3)
-    src = (tl.load(record + _SRC) + _row_offset(row, record, _SRC_STRIDES)).to(tl.pointer_type(SRC_WORD)) + first
+    src = (tl.load(record + _SRC) + row_offset(row, record, _SRC_STRIDES)).to(tl.pointer_type(SRC_WORD)) + first
     dst = _row_of_target(record, row, DST_WORD) + first
     if first + BLOCK * BLOCKS_PER_TILE <= extent3:
         for block in range(BLOCKS_PER_TILE):
@@ -167,7 +167,7 @@ def row_kernel(
             if ALIGNED:
                 sources = tl.multiple_of(sources, 16)
                 targets = tl.multiple_of(targets, 16)
-            bits = _cast(tl.load(sources), SRC_CODE, DST_CODE, DST_WORD)
+            bits = cast_words(tl.load(sources), SRC_CODE, DST_CODE, DST_WORD)
             tl.store(targets, bits)
             for target in tl.static_range(1, NUM_TARGETS):
                 targets = _row_of_target(record + target * _RECORD, row, DST_WORD) + first + column
@@ -178,7 +178,7 @@ def row_kernel(
         for block in range(BLOCKS_PER_TILE):
             column = block * BLOCK + tl.arange(0, BLOCK)
             inside = first + column < extent3
-            bits = _cast(tl.load(src + column, mask=inside), SRC_CODE, DST_CODE, DST_WORD)
+            bits = cast_words(tl.load(src + column, mask=inside), SRC_CODE, DST_CODE, DST_WORD)
             tl.store(dst + column, bits, mask=inside)
             for target in tl.static_range(1, NUM_TARGETS):
                 targets = _row_of_target(record + target * _RECORD, row, DST_WORD) + first + column

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard import _C
 from reshard.dtype import DType
 from reshard.errors import VerifyError
 from reshard.pattern import IntArray
 from reshard.plan import Address, Copy, Plan
 from reshard.table import CopyTable, make_table
 from reshard.transports.base import BoundTransfer, Endpoint, Words, rank_copies, source_address
+from reshard.transports.kernels import checksums
 from reshard.transports.local import copy_entry
 from reshard.transports.runner import common_device
 
@@ -124,19 +124,7 @@ class _Side:
 
     def sums(self) -> Words:
         """The checksum of each record, computed where the memory is."""
-        if not len(self.table):
-            return np.zeros(0, dtype=np.uint64)
-        if self.device is None or self.device.type == "cpu":
-            return np.array(_C.checksum_host(self.table, of_destination=self.of_destination), dtype=np.uint64)
-        import torch
-
-        with torch.cuda.device(self.device):
-            sums = torch.empty(len(self.table), dtype=torch.int64, device=self.device)
-            bound = _C.DeviceTable(self.table)
-            stream = torch.cuda.current_stream().cuda_stream
-            bound.launch_checksum(stream, sums.data_ptr(), of_destination=self.of_destination)
-            found: Words = sums.cpu().numpy().view(np.uint64)
-        return found
+        return checksums(self.table, self.device, of_destination=self.of_destination)
 
 
 def _differing_copies(owners: Sequence[Copy], mine: Words, its: Words) -> list[tuple[Copy, int, int]]:

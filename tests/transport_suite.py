@@ -4,6 +4,7 @@ Each rank lays labelled values out as the source Layout says, runs transitions, 
 destination storages, those between and after the boxes included, with what the layouts imply.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import plan_cases
 import torch
 
 from reshard import (
+    _C,
     Address,
     DType,
     Holding,
@@ -32,6 +34,8 @@ from reshard.spec import ModelTensor
 from reshard.transports.base import Transport
 from reshard.verify import box_view, torch_dtype
 
+NO_KERNELS = not _C.CUDA_KERNELS and importlib.util.find_spec("triton") is None
+"""Whether nothing here runs copies on a GPU."""
 WORLD = 4
 SENTINEL = 0xA5
 Allocate = Callable[[str, int], torch.Tensor]

@@ -18,6 +18,7 @@ from reshard.transports.base import BoundTransfer, Words
 from reshard.transports.collective_circle import Circle
 from reshard.transports.collective_drafts import NUM_BUFFERS
 from reshard.transports.collective_rounds import AllGather, Exchange, Round, Staging
+from reshard.transports.runner import queue_of
 
 START_PATIENCE_S = 0.005
 """How long the start of a transition waits for other ranks, so that the first round is sent at once."""
@@ -269,10 +270,4 @@ class CollectiveTransfer(BoundTransfer):
     def _on_stream(self) -> AbstractContextManager[object]:
         if self._device.type != "cuda":
             return nullcontext()
-        handle = self._stream
-        queue = (
-            torch.cuda.ExternalStream(handle, self._device)
-            if handle is not None
-            else torch.cuda.current_stream(self._device)
-        )
-        return torch.cuda.stream(queue)
+        return torch.cuda.stream(queue_of(self._device, self._stream))

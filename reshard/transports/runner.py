@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reshard import _C
 from reshard.errors import DeviceError, PeerTimeout, PlanError, StateError
 from reshard.transports.base import Endpoint
+from reshard.transports.kernels import BoundTable, Kernels, bind_table, choose_kernels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,8 +34,11 @@ class Launches:
 
     Raises:
         PlanError: a graph is asked for on the host.
-        DeviceError: the device refused a table or the capture.
+        DeviceError: the device refused a table or the capture, or nothing here runs copies there.
     """
+
+    kernels: Kernels
+    """What runs the tables (see `reshard.transports.kernels`)."""
 
     def __init__(
         self,
@@ -44,33 +48,34 @@ class Launches:
         num_threads: int | None = None,
         graph: bool | None = False,
     ) -> None:
-        self._num_threads = num_threads if num_threads is not None else len(os.sched_getaffinity(0))
+        num_threads = num_threads if num_threads is not None else len(os.sched_getaffinity(0))
         self._on_host = device is None or device.type == "cpu"
-        tables = [table for table in tables if len(table)]
-        self._host_tables, self._device_tables = (tables, []) if self._on_host else ([], tables)
-        self._bound: list[_C.DeviceTable] = []
+        self.kernels = choose_kernels(device)
+        self._bound: list[BoundTable] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._closed = False
-        self.num_launches, self.device_bytes = len(tables), 0
+        tables = [table for table in tables if len(table)]
         if self._on_host and graph:
             raise PlanError("graph=True needs tensors on a GPU: on the host a transition has no launches to save")
-        if device is not None and not self._on_host:
-            import torch
+        if device is None or self._on_host:
+            self._bind(tables, device, num_threads)
+            return
+        import torch
 
-            self._torch, self._device = torch, device
-            with torch.cuda.device(device):
-                self._bind(graph)
+        self._torch, self._device = torch, device
+        with torch.cuda.device(device):
+            self._done = torch.cuda.Event()
+            try:
+                self._bind(tables, device, num_threads)
+                if self.num_launches and (graph or (graph is None and self.num_launches > 1)):
+                    self._capture()
+            except RuntimeError as error:
+                raise DeviceError(f"binding copies to {device} failed: {error}") from error
 
-    def _bind(self, graph: bool | None) -> None:
-        self._done = self._torch.cuda.Event()
-        try:
-            self._bound = [_C.DeviceTable(table) for table in self._device_tables]
-            self.num_launches = sum(table.num_launches for table in self._bound)
-            self.device_bytes = sum(table.device_bytes for table in self._bound)
-            if self.num_launches and (graph or (graph is None and self.num_launches > 1)):
-                self._capture()
-        except RuntimeError as error:
-            raise DeviceError(f"binding copies to {self._device} failed: {error}") from error
+    def _bind(self, tables: Sequence[np.ndarray], device: torch.device | None, num_threads: int) -> None:
+        self._bound = [bind_table(table, device, num_threads=num_threads) for table in tables]
+        self.num_launches = sum(table.num_launches for table in self._bound)
+        self.device_bytes = sum(table.device_bytes for table in self._bound)
 
     def _capture(self) -> None:
         torch = self._torch
@@ -86,12 +91,12 @@ class Launches:
         """Run the tables: done on return on the host, queued on `stream` (the current one where None) on a device."""
         self._check_open()
         if self._on_host:
-            for table in self._host_tables:
-                _C.copy_host(table, self._num_threads)
+            for table in self._bound:
+                table.launch(0)
             return
         torch = self._torch
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(_queue(self._device, stream)):
+            with torch.cuda.device(self._device), torch.cuda.stream(queue_of(self._device, stream)):
                 if self._graph is not None:
                     self._graph.replay()
                 else:
@@ -105,7 +110,7 @@ class Launches:
         self._check_open()
         if self._on_host:
             raise StateError("copies on the host happen at once and can't be captured")
-        with self._torch.cuda.device(self._device), self._torch.cuda.stream(_queue(self._device, stream)):
+        with self._torch.cuda.device(self._device), self._torch.cuda.stream(queue_of(self._device, stream)):
             self._queue_tables()
 
     def _queue_tables(self) -> None:
@@ -123,9 +128,11 @@ class Launches:
             raise PeerTimeout(f"{what} on {self._device} did not finish within {deadline_s} s")
 
     def close(self) -> None:
-        """Release the device's copy of the tables."""
-        self._closed, self._graph = True, None
-        self._host_tables, self._device_tables, self._bound = [], [], []
+        """Release the device's copy of the tables, once nothing runs on the device that may still read it."""
+        if self._bound and self.kernels == "triton" and not self._on_host:
+            with contextlib.suppress(RuntimeError):  # a device that failed runs nothing any more
+                self._torch.cuda.synchronize(self._device)
+        self._closed, self._graph, self._bound = True, None, []
 
     def _check_open(self) -> None:
         if self._closed:
@@ -164,14 +171,14 @@ def is_capturing(device: torch.device | None, stream: int | None) -> bool:
         return False
     import torch
 
-    with torch.cuda.device(device), torch.cuda.stream(_queue(device, stream)):
+    with torch.cuda.device(device), torch.cuda.stream(queue_of(device, stream)):
         return torch.cuda.is_current_stream_capturing()
 
 
 def drain_stream(device: torch.device | None, stream: int | None) -> None:
     """Block until what was queued on `stream` (the current one where None) of a GPU is done; nothing on the host."""
     if device is not None and device.type != "cpu":
-        _queue(device, stream).synchronize()
+        queue_of(device, stream).synchronize()
 
 
 def common_device(source: Endpoint, destination: Endpoint) -> torch.device | None:
@@ -182,7 +189,11 @@ def common_device(source: Endpoint, destination: Endpoint) -> torch.device | Non
     return devices.pop() if devices else None
 
 
-def _queue(device: torch.device, stream: int | None) -> torch.cuda.Stream:
+def queue_of(device: torch.device, stream: int | None) -> torch.cuda.Stream:
+    """The stream of a raw handle; the current one of the device where None."""
     import torch
 
-    return torch.cuda.ExternalStream(stream, device) if stream is not None else torch.cuda.current_stream(device)
+    if stream is None:
+        return torch.cuda.current_stream(device)
+    # torch makes a new stream of the handle 0, which is the default one's.
+    return torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)

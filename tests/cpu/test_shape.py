@@ -31,7 +31,7 @@ WITH_TORCH = {
         "table",
         "torch_layout",
     ),
-    *("process_groups", "triton_copy", "triton_kernels", "verify"),
+    *("process_groups", "triton_checksum", "triton_copy", "triton_kernels", "verify"),
 }
 PURE = sorted(p.stem for p in (ROOT / "reshard").glob("*.py") if p.stem not in WITH_TORCH)
 FORBIDDEN = {"reshard": {"hybrid", "algos", "bench"}, "hybrid": {"algos", "bench"}, "algos": {"bench"}}

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transport_suite
-from transport_suite import Pair, bound, check_case, gather_pairs, row_layout, sample_cases
+from transport_suite import NO_KERNELS, Pair, bound, check_case, gather_pairs, row_layout, sample_cases
 
-from reshard import _C, Address, CollectiveTransport, DType, Holding, Layout, Region, TensorSpec, make_plan
+from reshard import Address, CollectiveTransport, DType, Holding, Layout, Region, TensorSpec, make_plan
 from reshard.arena import Arena
 from reshard.errors import StateError
 from reshard.groups import Communicator
@@ -21,7 +21,7 @@ from reshard.process_groups import NcclOptions, ProcessGroups
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(not _C.CUDA_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on)"),
+    pytest.mark.skipif(NO_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on), or Triton"),
 ]
 NUM_GPUS = torch.cuda.device_count()
 NUM_CASES = 40

@@ -12,9 +12,9 @@ import torch
 import torch.multiprocessing as mp
 import transport_suite
 from forked_ranks import together
-from transport_suite import WORLD, Pair, bound, check_case, row_layout, sample_cases
+from transport_suite import NO_KERNELS, WORLD, Pair, bound, check_case, row_layout, sample_cases
 
-from reshard import _C, PeerTransport, Resharder, make_plan
+from reshard import PeerTransport, Resharder, make_plan
 from reshard.arena import Arena
 from reshard.errors import TransportError, VerifyError
 from reshard.resharder import State
@@ -22,7 +22,7 @@ from reshard.resharder import State
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(not _C.CUDA_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on)"),
+    pytest.mark.skipif(NO_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on), or Triton"),
 ]
 NUM_CASES = 60
 SHIFTED = Pair(row_layout(640, 50, WORLD), row_layout(640, 50, WORLD, first_row=80))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import transport_suite
-from transport_suite import WORLD, Pair, bound, check_case, row_layout, sample_cases
+from transport_suite import NO_KERNELS, WORLD, Pair, bound, check_case, row_layout, sample_cases
 
 from reshard import _C, PeerTransport
 from reshard.arena import Arena, Channel, Listener
@@ -19,7 +19,7 @@ from reshard.errors import StateError
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(not _C.CUDA_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on)"),
+    pytest.mark.skipif(NO_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on), or Triton"),
 ]
 NUM_CASES = 30
 SHIFTED = Pair(row_layout(640, 50, WORLD), row_layout(640, 50, WORLD, first_row=80))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from transport_suite import NO_KERNELS
 
 import reshard
 import reshard.resharder
-from reshard import _C
 from reshard.errors import PeerTimeout, PlanError, StateError, VerifyError
 from reshard.overlap import BackwardPush
 from reshard.table import CopyEntry, make_table
@@ -14,7 +14,7 @@ from reshard.transports.runner import Launches
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(not _C.CUDA_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on)"),
+    pytest.mark.skipif(NO_KERNELS, reason="needs a build with CUDA kernels (RESHARD_CUDA=on), or Triton"),
 ]
 
 
