@@ -17,16 +17,25 @@ ON_A_CPU = {
     "copy_kernel": ["--device", "cpu"],
     "plan_speed": [],
     "transition": [],
+    "gather_ways": [],
+    "multi_gpu": ["--processes", "2"],
     "arena_handover": ["--host"],
     "grpo_step_cpu": [],
 }
-ON_A_GPU = {"copy_kernel": [], "quant_kernel": [], "arena_handover": [], "transition": ["--device", "cuda"]}
+ON_A_GPU = {
+    "copy_kernel": [],
+    "quant_kernel": [],
+    "arena_handover": [],
+    "transition": ["--device", "cuda"],
+}
+ON_SEVERAL_GPUS = {"multi_gpu": []}
 NEEDS = {"grpo_step_cpu": "trl"}
 
 
 def main() -> int:
     """Run the chosen benchmarks one after another; 1 if any failed."""
     chosen = ON_A_GPU if torch.cuda.is_available() else ON_A_CPU
+    chosen = chosen | (ON_SEVERAL_GPUS if torch.cuda.device_count() > 1 else {})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(chosen)}")
     names = parser.parse_args().names or list(chosen)
