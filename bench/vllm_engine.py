@@ -22,7 +22,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 if importlib.util.find_spec("ray") is None:
     sys.modules["ray"] = types.ModuleType("ray")  # vLLM's ipc engine imports it and uses it in another of its modes
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "7b": {
         "hidden_size": 3584,
         "intermediate_size": 18944,
@@ -37,6 +37,23 @@ SHAPES = {
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+    "30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
         "vocab_size": 151936,
     },
 }
@@ -56,35 +73,60 @@ GIB = 1 << 30
 Weights = dict[str, torch.Tensor]
 
 
+def model_config(model: str) -> dict[str, Any]:
+    """The config.json of one of the ``SHAPES``."""
+    return COMMON | SHAPES[model]
+
+
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Checkpoint tensors of a Qwen2 config."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    """Checkpoint tensors of a config, of those above."""
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "lm_head.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
+    of_layer = {**attention_shapes(config), **mlp_shapes(config)}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        of_layer[f"{name}.weight"] = (hidden,)
     for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, hidden)
-            shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, hidden)
-        shapes[f"{layer}mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[f"{layer}mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, inner)
-        shapes[f"{layer}input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     return shapes
 
 
-def random_weights(shapes: dict[str, tuple[int, ...]]) -> Weights:
-    """The trainer's fp32 weights."""
+def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Projections with biases in Qwen2, with norms of each head in Qwen3."""
+    hidden = config["hidden_size"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    rows = {"q": config["num_attention_heads"] * head_dim}
+    rows |= dict.fromkeys(("k", "v"), config["num_key_value_heads"] * head_dim)
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{n}_proj.weight": (size, hidden) for n, size in rows.items()}
+    if config["model_type"] == "qwen2":
+        shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in rows.items()}
+    else:
+        shapes |= {f"self_attn.{n}_norm.weight": (head_dim,) for n in ("q", "k")}
+    return shapes | {"self_attn.o_proj.weight": (hidden, rows["q"])}
+
+
+def mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """One gated MLP, or a router and its experts."""
+    hidden = config["hidden_size"]
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    one = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    if "num_experts" not in config:
+        return {f"mlp.{name}.weight": shape for name, shape in one.items()}
+    experts = range(config["num_experts"])
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (len(experts), hidden)}
+    return shapes | {f"mlp.experts.{e}.{name}.weight": shape for e in experts for name, shape in one.items()}
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Weights:
+    """The trainer's weights."""
     generator = torch.Generator("cuda").manual_seed(0)
     scale = {name: 0.05 if len(shape) > 1 else 1.0 for name, shape in shapes.items()}
     return {
-        name: torch.randn(shape, device="cuda", generator=generator).mul_(scale[name]) for name, shape in shapes.items()
+        name: torch.randn(shape, device="cuda", generator=generator, dtype=dtype).mul_(scale[name])
+        for name, shape in shapes.items()
     }
 
 

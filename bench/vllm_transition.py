@@ -1,16 +1,16 @@
 """train -> generate -> train with vLLM on one GPU, whole: memory changes hands, weights arrive, prefix cache is reset.
 
-Two engines with the same model, CUDA graphs and KV budget take turns in one process, at most one of them awake:
-ours (sleep-mode backend and weight transfer ``reshard``) and vLLM's own, driven in two ways: ``load_weights`` (sleep
-level 2, wake weights, ``model.load_weights`` tensor by tensor, wake KV cache, as TRL does) and ``ipc`` (vLLM's
-weight-transfer engine of that name). The trainer's weights are fp32 and change in every round; what each way
-generates has to be the same, token by token, and ours is compared with the trainer's weights. "Weights aliased" has
-a trainer whose bf16 weights are views of the engine's. Times are of crossing to generation and of crossing back, on
-an idle device; generation and training are not in them. Between the engines' turns our arena gives its memory to the
-device (they would not fit together), and one crossing that is not timed takes it back: in use that never happens.
+Two phases, each with an engine of the same model, CUDA graphs and KV budget in a process of its own, on the same
+weights step by step. In the first the engine is ours (sleep-mode backend and weight transfer ``reshard``), in the
+second it is vLLM's own, driven in two ways in turn: ``load_weights`` (sleep level 2, wake weights, ``load_weights``
+tensor by tensor, wake KV cache, as TRL does) and ``ipc`` (vLLM's weight-transfer engine of that name). The trainer's
+weights change in every round; what each way generates has to be the same in both phases, token by token, and ours is
+compared with the trainer's weights. "Weights aliased" has a trainer whose bf16 weights are views of the engine's. Times
+are of crossing to generation and of crossing back, on an idle device; generation and training are not in them.
 
-    python -m bench.vllm_transition                      # 7B shapes on an H200
+    python -m bench.vllm_transition                      # 7B shapes on an H200, fp32 trainer
     python -m bench.vllm_transition --model 0.5b
+    python -m bench.vllm_transition --model 30b-a3b --trainer bfloat16 --utilization 0.5
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from bench.record import save, summary
-from bench.vllm_engine import COMMON, GIB, SHAPES, Engine, Weights, random_weights, shapes_of
+from bench.vllm_engine import GIB, SHAPES, Engine, Weights, model_config, random_weights, shapes_of
 
 
 class Way:
@@ -115,12 +116,12 @@ def vllm_ipc(engine: Engine, trainer: TrainerProcess) -> Way:
 
 
 class TrainerProcess:
-    """The fp32 weights live in a process of their own, as vLLM's ipc engine wants it, and are mapped here as well."""
+    """The weights live in a process of their own, as vLLM's ipc engine wants it, and are mapped here as well."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         context = mp.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=serve_handles, args=(other, shapes), daemon=True)
+        self._process = context.Process(target=serve_handles, args=(other, shapes, dtype), daemon=True)
         self._process.start()
         self.weights: Weights = {
             name: rebuild_cuda_tensor(*handle) for name, handle in zip(shapes, self.handles(), strict=True)
@@ -138,22 +139,22 @@ class TrainerProcess:
         self._process.join(timeout=30)
 
 
-def serve_handles(pipe: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def serve_handles(pipe: Any, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
     """Hold the weights and answer requests for their handles."""
-    weights = random_weights(shapes)
+    weights = random_weights(shapes, dtype)
     torch.cuda.synchronize()
     while pipe.recv() == "handles":
         pipe.send([reduce_tensor(tensor)[1] for tensor in weights.values()])
 
 
-def views_of(engine: Engine, sync: Any) -> Weights:
+def views_of(engine: Engine, plan: Any) -> Weights:
     """The engine's live weights by checkpoint names: what a trainer that shares them would hold."""
     from reshard.verify import box_view
 
     live = dict(engine.model.named_parameters())
     found: Weights = {}
-    for holding in sync.plan.destination.holdings(0):
-        whole = holding.region.shape == sync.plan.destination.specs[holding.region.name].shape
+    for holding in plan.destination.holdings(0):
+        whole = holding.region.shape == plan.destination.specs[holding.region.name].shape
         if whole and holding.address.storage in live:
             storage = torch.empty(0, dtype=torch.uint8, device="cuda")
             storage.set_(live[holding.address.storage].untyped_storage())
@@ -182,31 +183,20 @@ class Training:
             for block in blocks:
                 block.fill_(255)
 
-    def leave_device(self) -> None:
-        """Give the arena's free memory to the device, for another engine's turn."""
-        self.pool.suspend()
-        self.memory.arena.trim()
 
-    def return_to_device(self) -> None:
-        """Take it back."""
-        self.pool.resume()
-
-
-def rounds(mine: list[Way], theirs: list[Way], weights: Weights, training: Training, num: int) -> None:
-    """All ways in turn on the same weights; the tokens have to agree. Two rounds are not counted."""
+def rounds(ways: list[Way], weights: Weights, training: Training | None, num: int) -> list[list[list[int]]]:
+    """All ways in turn on the same weights, ``num`` times after two that are not counted; the tokens of each step."""
+    found = []
     for step in range(num + 2):
         train_step(weights, step)
-        expected: list[list[int]] = []
-        training.return_to_device()
-        for way in mine:
-            for is_counted in (False, step >= 2):
+        tokens = []
+        for way in ways:
+            if training is not None:
                 training.step()
-                expected = way.round(counted=is_counted)
-        training.leave_device()
-        for way in theirs:
-            found = way.round(counted=step >= 2)
-            assert found == expected, f"round {step}, {way.name}: {found} is not {expected}"
-        torch.cuda.empty_cache()
+            tokens.append(way.round(counted=step >= 2))
+        assert all(other == tokens[0] for other in tokens), f"step {step}: the ways' tokens differ: {tokens}"
+        found.append(tokens[0])
+    return found
 
 
 def used_beside_arena(memory: Any) -> int:
@@ -217,82 +207,134 @@ def used_beside_arena(memory: Any) -> int:
     return int(total - free - memory.arena.stats.created_bytes)
 
 
-def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """All ways, measured and compared; what goes into the file."""
+Outcome = dict[str, Any]
+
+
+def our_phase(args: argparse.Namespace, folder: str) -> Outcome:
+    """Our engine with a trainer of its own memory, then with one that shares the engine's."""
     from reshard.vllm.memory import engine_memory
 
-    config = COMMON | SHAPES[args.model]
-    (Path(folder) / "config.json").write_text(json.dumps(config))
     extra = {"sleep_mode_backend": "reshard", "reshard": {"mappings": args.mappings}}
-    mine = Engine(folder, args.utilization, additional_config=extra, weight_transfer_config={"backend": "reshard"})
+    engine = Engine(folder, args.utilization, additional_config=extra, weight_transfer_config={"backend": "reshard"})
     memory = engine_memory()
     assert memory is not None
     kv_bytes = sum(region.num_bytes for region in memory.arena.regions("kv_cache"))
-    mine.llm.sleep(2)  # there is no trainer yet: the device gets the memory, and the other engine can start
-    theirs = Engine(folder, args.utilization, weight_transfer_config={"backend": "ipc"})
-    theirs.llm.sleep(2)
-    trainer = TrainerProcess(shapes_of(config))
-    weights = trainer.weights
+    trainer = TrainerProcess(shapes_of(model_config(args.model)), getattr(torch, args.trainer))
     training = Training(memory, kv_bytes * 6 // 10)
-    mine.llm.wake_up(["weights"])
     used = used_beside_arena(memory)
-    way, sync = ours(mine, weights, name="ours, fp32 trainer")
-    other = [vllm_load_weights(theirs, weights), vllm_ipc(theirs, trainer)][: args.theirs]
-    rounds([way], other, weights, training, 0)
+    way, sync = ours(engine, trainer.weights, name=f"ours, {args.trainer} trainer")
+    engine.llm.sleep(1)
+    tokens = rounds([way], trainer.weights, training, args.rounds)
     extra_bytes = used_beside_arena(memory) - used
-    rounds([way], other, weights, training, args.rounds)
-    training.return_to_device()
     way.enter()
-    assert sync.verify() > 0
+    verified_bytes = sync.verify()
     way.leave()
-    aliased, alias_way, num_aliased = aliased_rounds(mine, sync, training, args.rounds)
+    assert verified_bytes > 0
+    plan, stats = sync.plan, sync.stats
+    sync.close()
     trainer.close()
-    for line in (*table([way, *other, alias_way], args), f"extra memory {extra_bytes / 2**20:.1f} MiB"):
-        print(line, flush=True)
-    print(f"KV blocks: ours {mine.num_blocks}, vLLM {theirs.num_blocks}; aliased {num_aliased / GIB:.2f} GiB")
+    aliased = views_of(engine, plan)
+    alias_way, num_aliased = aliased_rounds(engine, aliased, training, args.rounds)
     return {
+        "tokens": tokens,
+        "num_blocks": engine.num_blocks,
+        "kv_bytes": kv_bytes,
+        "training_bytes": training.num_bytes,
+        "weight_bytes": sum(t.nbytes for t in aliased.values()),
+        "extra_bytes": extra_bytes,
+        "staging_bytes": stats.staging_bytes,
+        "num_launches": stats.num_launches,
+        "verified_bytes": verified_bytes,
+        "aliased_bytes": num_aliased,
+        "seconds": {w.name: w.seconds for w in (way, alias_way)},
+    }
+
+
+def their_phase(args: argparse.Namespace, folder: str) -> Outcome:
+    """vLLM's own engine, both ways in turn."""
+    engine = Engine(folder, args.utilization, weight_transfer_config={"backend": "ipc"})
+    trainer = TrainerProcess(shapes_of(model_config(args.model)), getattr(torch, args.trainer))
+    ways = [vllm_load_weights(engine, trainer.weights), vllm_ipc(engine, trainer)][: args.theirs]
+    engine.llm.sleep(2)
+    tokens = rounds(ways, trainer.weights, None, args.rounds)
+    trainer.close()
+    return {"tokens": tokens, "num_blocks": engine.num_blocks, "seconds": {w.name: w.seconds for w in ways}}
+
+
+def run_phase(
+    pipe: Connection, phase: Callable[[argparse.Namespace, str], Outcome], args: argparse.Namespace, folder: str
+) -> None:
+    """In a process of its own: the whole device belongs to one engine."""
+    pipe.send(phase(args, folder))
+
+
+def outcome_of(phase: Callable[[argparse.Namespace, str], Outcome], args: argparse.Namespace, folder: str) -> Outcome:
+    """What a phase found; an error of it ends this process too."""
+    context = mp.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=run_phase, args=(its, phase, args, folder))
+    process.start()
+    its.close()
+    try:
+        outcome: Outcome = mine.recv()
+    except EOFError:
+        raise SystemExit(f"{phase.__name__} failed") from None
+    process.join(timeout=60)
+    process.kill()
+    return outcome
+
+
+def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Both phases, compared; what goes into the file."""
+    (Path(folder) / "config.json").write_text(json.dumps(model_config(args.model)))
+    mine = outcome_of(our_phase, args, folder)
+    theirs = outcome_of(their_phase, args, folder) if args.theirs else None
+    if theirs is not None:
+        differing = [i for i, (a, b) in enumerate(zip(mine["tokens"], theirs["tokens"], strict=True)) if a != b]
+        assert not differing, f"steps {differing}: our engine's tokens are not vLLM's"
+    seconds = mine["seconds"] | ({} if theirs is None else theirs["seconds"])
+    for line in table(seconds, args):
+        print(line, flush=True)
+    blocks = {"ours": mine["num_blocks"], "vllm": None if theirs is None else theirs["num_blocks"]}
+    print(f"extra memory {mine['extra_bytes'] / 2**20:.1f} MiB; KV blocks {blocks}; {mine['num_launches']} launches")
+    return {
+        **{name: value for name, value in mine.items() if name not in ("tokens", "seconds", "num_blocks")},
         "model": args.model,
+        "trainer": args.trainer,
         "utilization": args.utilization,
         "mappings": args.mappings,
-        "kv_bytes": kv_bytes,
-        "trainer_bytes": training.num_bytes,
-        "weight_bytes": sum(t.nbytes for t in aliased.values()),
-        "num_blocks": {"ours": mine.num_blocks, "vllm": theirs.num_blocks},
-        "extra_bytes": extra_bytes,
-        "aliased_bytes": num_aliased,
+        "num_blocks": blocks,
         "seconds": {
-            w.name: {part: {**summary(s), "samples": s} for part, s in w.seconds.items()}
-            for w in (way, *other, alias_way)
+            name: {part: {**summary(s), "samples": s} for part, s in parts.items()} for name, parts in seconds.items()
         },
     }
 
 
-def aliased_rounds(engine: Engine, sync: Any, training: Training, num: int) -> tuple[Weights, Way, int]:
+def aliased_rounds(engine: Engine, aliased: Weights, training: Training, num: int) -> tuple[Way, int]:
     """The same with a trainer that holds the engine's own weights; they are the engine's after each step anyway."""
-    aliased = views_of(engine, sync)
-    sync.close()
     way, again = ours(engine, aliased, name="ours, weights aliased")
     for step in range(num + 2):
         training.step()
         train_step(aliased, step)
         first = way.round(counted=step >= 2)
         assert first == way.round(counted=False), "the same weights give other tokens"
-    return aliased, way, int(again.stats.aliased_bytes)
+    return way, int(again.stats.aliased_bytes)
 
 
-def table(ways: list[Way], args: argparse.Namespace) -> Iterator[str]:
+def table(seconds: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> Iterator[str]:
     """Medians in milliseconds, and how many times faster the first way is."""
-    base = summary(ways[0].seconds["both"])["median"]
+    base = summary(next(iter(seconds.values()))["both"])["median"]
     yield f"{args.model}, medians of {args.rounds} rounds, ms"
-    for way in ways:
-        enter, leave, both = (summary(way.seconds[p])["median"] * 1e3 for p in way.seconds)
-        yield f"  {way.name:30s} {enter:9.1f} + {leave:8.1f} = {both:9.1f}   x {both / 1e3 / base:6.1f}"
+    for name, parts in seconds.items():
+        enter, leave, both = (summary(samples)["median"] * 1e3 for samples in parts.values())
+        yield f"  {name:30s} {enter:9.1f} + {leave:8.1f} = {both:9.1f}   x {both / 1e3 / base:6.1f}"
 
 
 def main() -> None:
     """Parse the command line, run, write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default="7b")
+    parser.add_argument("--trainer", choices=("float32", "bfloat16"), default="float32", help="dtype of its weights")
     parser.add_argument("--utilization", type=float, default=0.6, help="of the GPU, for each engine when awake")
     parser.add_argument("--mappings", choices=("keep", "drop"), default="keep")
     parser.add_argument("--rounds", type=int, default=7)
@@ -301,7 +343,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reshard") as folder:
         result = run(args, folder)
-    print("written:", save(f"vllm-transition-{args.model}-{args.mappings}", result, folder=args.out))
+    name = f"vllm-transition-{args.model}-{args.trainer}-{args.mappings}"
+    print("written:", save(name, result, folder=args.out))
 
 
 if __name__ == "__main__":

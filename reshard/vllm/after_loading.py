@@ -7,7 +7,7 @@ parameters goes through the step that vLLM ran after loading, and what comes out
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,27 +15,33 @@ from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 _DONE = "_already_called_process_weights_after_loading"
-_FAILURES = (RuntimeError, ValueError, AssertionError, AttributeError, TypeError, KeyError)
+FAILURES = (RuntimeError, ValueError, AssertionError, AttributeError, TypeError, KeyError)
 
 
-def moved_elements(fresh: nn.Module, live: nn.Module) -> dict[str, str]:
+def moved_elements(fresh: nn.Module, live: nn.Module, *, skip: Collection[str] = ()) -> dict[str, str]:
     """Parameters of ``live`` whose elements lie elsewhere than their loader put them, each with the reason.
 
     ``fresh`` is the same model as it is before loading, on the meta device. Needs memory for one layer more on the live
-    parameters' device. A parameter whose layer can't be tried counts as moved. Live tensors are not touched.
+    parameters' device. A parameter whose layer can't be tried counts as moved. Live tensors are not touched. Modules
+    named in ``skip`` are left out.
     """
     modules = dict(fresh.named_modules())
     known: dict[object, dict[str, str]] = {}
     found = {}
     for name, module in live.named_modules():
-        method = vars(module).get("quant_method") or module._modules.get("quant_method")
-        if name not in modules or not isinstance(method, QuantizeMethodBase) or not _has_step(method):
+        method = method_of(module)
+        if name in skip or name not in modules or not isinstance(method, QuantizeMethodBase) or not _has_step(method):
             continue
-        kind = _kind(module, method)
+        kind = kind_of_layer(module, method)
         if kind not in known:
             known[kind] = _try(module, modules[name], method)
         found.update({f"{name}.{parameter}": reason for parameter, reason in known[kind].items()})
     return found
+
+
+def method_of(module: nn.Module) -> object | None:
+    """How a layer of vLLM holds its weights; some of these are modules themselves."""
+    return vars(module).get("quant_method") or module._modules.get("quant_method")
 
 
 def _has_step(method: QuantizeMethodBase) -> bool:
@@ -44,7 +50,7 @@ def _has_step(method: QuantizeMethodBase) -> bool:
     return step is not QuantizeMethodBase.process_weights_after_loading
 
 
-def _kind(module: nn.Module, method: QuantizeMethodBase) -> object:
+def kind_of_layer(module: nn.Module, method: QuantizeMethodBase) -> object:
     """Equal for layers that vLLM treats alike."""
     forms = tuple((n, tuple(p.shape), p.stride(), p.dtype) for n, p in module.named_parameters(recurse=False))
     return type(module), type(method), str(vars(method).get("unquantized_backend")), forms
@@ -57,14 +63,14 @@ def _try(module: nn.Module, fresh: nn.Module, method: QuantizeMethodBase) -> dic
         return {}
     device = module.get_parameter(next(iter(loaded))).device
     try:
-        before = {name: _random_bits(parameter, device) for name, parameter in loaded.items()}
+        before = {name: random_bits(parameter, device) for name, parameter in loaded.items()}
         after = run_step(module, before, method)
-    except _FAILURES as error:
+    except FAILURES as error:
         return {name: f"its layer can't be tried: {type(error).__name__}: {error}" for name in loaded}
     return {
         name: "the engine moved its elements after loading, though its form is the same"
         for name, tensor in before.items()
-        if name not in after or not torch.equal(_bits(after[name]), _bits(tensor))
+        if name not in after or not torch.equal(as_bits(after[name]), as_bits(tensor))
     }
 
 
@@ -109,13 +115,13 @@ def _parameter_like(like: nn.Parameter | None, tensor: torch.Tensor) -> nn.Param
     return made  # type: ignore[no-any-return]
 
 
-def _random_bits(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+def random_bits(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A dense tensor of the parameter's form with small random integers in it: few elements equal their neighbours."""
     generator = torch.Generator(device="cpu").manual_seed(parameter.numel())
     values = torch.randint(-128, 128, tuple(parameter.shape), generator=generator, dtype=torch.int16)
     return values.to(device=device).to(parameter.dtype)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Elements in row-major order, to compare bit for bit."""
     return tensor.detach().contiguous().view(torch.uint8)

@@ -21,7 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 from reshard.arena import Arena
 from reshard.errors import StateError
 from reshard.resharder import Resharder
-from reshard.vllm.live_model import Allocate, LiveModel
+from reshard.vllm.live_model import LiveModel
+from reshard.vllm.quantised_update import Allocate
 from reshard.vllm.session import SessionInfo, join_as_engine
 
 _ENGINES: weakref.WeakSet[ReshardWeightTransferEngine] = weakref.WeakSet()
@@ -84,6 +85,16 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
     def is_whole(self) -> bool:
         """Whether the engine's weights are one whole set: false during an update, and after one that failed."""
         return self._is_whole
+
+    @property
+    def has_empty_prefix_cache(self) -> bool:
+        """Whether nothing computed with older weights can be left: vLLM forgets its prefix cache as it goes to sleep,
+        and can't compute before the KV cache wakes.
+        """
+        from reshard.vllm.memory import engine_memory
+
+        memory = engine_memory()
+        return memory is not None and memory.has_slept
 
     def bind(self, resharder: Resharder) -> None:
         """Use a Plan that a trainer in this process has bound; the engine closes it."""

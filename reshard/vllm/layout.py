@@ -13,6 +13,7 @@ from reshard.loader_layout import LoadWeights, trace_loader
 from reshard.vllm.after_loading import moved_elements
 from reshard.vllm.meta_model import isolated, meta_model
 from reshard.vllm.quantised import QuantRule, find_rules
+from reshard.vllm.quantised_check import checked_rules
 
 _FLOAT8 = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2})
 
@@ -29,6 +30,8 @@ class EngineLayout:
         sources: per parameter, the checkpoint tensors that its loader needs, opaque ones included.
         quantised: parameters that the engine holds in float8, by name, each with the rule that fills it. ``layout`` has
             them in full precision, in the rule's staged storage. Empty unless asked for: then they count as opaque.
+        serialised: opaque parameters that the engine's own checkpoint holds quantised: no loader makes them from full
+            precision.
         derived: tensors that the engine computed from its parameters after loading and that are no parameters
             themselves (``module.attribute``): stale once the parameters change, until the engine computes them anew.
     """
@@ -39,6 +42,7 @@ class EngineLayout:
     opaque: Mapping[str, str]
     sources: Mapping[str, tuple[str, ...]]
     quantised: Mapping[str, QuantRule]
+    serialised: tuple[str, ...]
     derived: tuple[str, ...]
 
 
@@ -56,7 +60,7 @@ def learn_layout(
     ``checkpoint`` are the tensors that the loader would get (``reshard.vllm.checkpoint``); without float8 among them,
     the loader is that of the same model in full precision. With ``live``, the engine's own model, parameters that vLLM
     replaced, moved or repacked after loading come out opaque, each with what differs. With ``quantised``, those that
-    it holds in float8 in a known way are described by rules instead.
+    it holds in float8 in a known way, proved on vLLM's own step, are described by rules instead.
     """
     specs = list(checkpoint)
     twin = meta_model(vllm_config, quantised=any(spec.dtype in _FLOAT8 for spec in specs))
@@ -65,13 +69,21 @@ def learn_layout(
         trace = trace_loader(_loader(twin), specs, targets, rank=rank, memory=memory)
     reasons = dict.fromkeys(trace.layout.opaque(rank), "its loader computes it from the checkpoint")
     rules: dict[str, QuantRule] = {}
+    serialised: tuple[str, ...] = ()
     if live is not None:
         now = _targets(live)
         differ = _differences(targets, now)
+        as_loaded = twin if vllm_config.quant_config is None else meta_model(vllm_config)
         if quantised:
             rules, whys = find_rules((name for name in differ if name not in reasons), targets, now)
+            rules, failed = checked_rules(rules, as_loaded, live)
+            whys |= failed
+            partly = {name.rpartition(".")[0] for name in {*differ, *reasons} if name not in rules}
+            whys |= {n: "another parameter of its layer has no rule" for n, r in rules.items() if r.module in partly}
+            rules = {name: rule for name, rule in rules.items() if rule.module not in partly}
             differ = {n: f"{r}; {whys[n]}" if n in whys else r for n, r in differ.items() if n not in rules}
-        reasons |= {n: r for n, r in moved_elements(twin, live).items() if n not in rules} | differ
+        reasons |= moved_elements(twin, live, skip={rule.module for rule in rules.values()}) | differ
+        serialised = _serialised(reasons, targets, _targets(as_loaded))
     parameters = {name for name, _ in twin.named_parameters()}
     return EngineLayout(
         layout=_settled(trace.layout, rank, reasons, rules) if reasons or rules else trace.layout,
@@ -80,6 +92,7 @@ def learn_layout(
         opaque=dict(sorted(reasons.items())),
         sources=trace.sources,
         quantised=rules,
+        serialised=serialised,
         derived=() if live is None else _derived(twin, live),
     )
 
@@ -94,6 +107,13 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     """What a loader may write: parameters and floating point buffers."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     return {**dict(model.named_parameters()), **buffers}
+
+
+def _serialised(
+    names: Iterable[str], loaded: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    """Those of ``names`` that the engine's ``own`` checkpoint has in another form than one in full precision."""
+    return tuple(n for n in names if n in loaded and (n not in own or own[n].dtype != loaded[n].dtype))
 
 
 def _differences(loaded: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> dict[str, str]:

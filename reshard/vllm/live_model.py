@@ -1,17 +1,19 @@
 """One vLLM rank's live model as the destination of a Plan.
 
-Note "three kinds of parameters". Most live parameters are laid out as their loader wrote them: a Plan writes into them
-where they are. What vLLM computed from parameters and keeps beside them (latent attention's absorbed projections) is
-computed anew, into the same memory, after each update. What vLLM replaced or repacked after loading is *opaque*: the
-checkpoint tensors of such a layer arrive whole in staging tensors of this rank, and vLLM's own reload takes them from
-there, into the same kernel tensors. Which layers that are, and why, is logged once. On a CPU, a tied head keeps a
-packed copy of the embedding inside a kernel's closure, which vLLM's own reload leaves stale: it is packed anew here.
+Note "four kinds of parameters". Most live parameters are laid out as their loader wrote them: a Plan writes into them
+where they are. Those in float8 that our quantising copy fills as vLLM does are filled by it, from the trainer's own
+tensors where they live in this process, else from staging tensors in full precision. What vLLM computed from parameters
+and keeps beside them (latent attention's absorbed projections) is computed anew, into the same memory, after each
+update. What vLLM replaced or repacked after loading otherwise is *opaque*: the checkpoint tensors of such a layer
+arrive whole in staging tensors of this rank, and vLLM's own reload takes them from there, into the same kernel tensors.
+Which layers that are, and why, is logged once. On a CPU, a tied head keeps a packed copy of the embedding inside a
+kernel's closure, which vLLM's own reload leaves stale: it is packed anew here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -30,12 +32,14 @@ from reshard.names import is_dispensable
 from reshard.region import Region
 from reshard.strided_view import dense_strides
 from reshard.torch_layout import dtype_of
+from reshard.vllm.after_loading import method_of
 from reshard.vllm.checkpoint import checkpoint_specs
 from reshard.vllm.layout import EngineLayout, learn_layout
+from reshard.vllm.quantised_update import Allocate, Lender, QuantisedUpdate
+from reshard.vllm.quantiser import has_quantiser
 
 logger = logging.getLogger(__name__)
 
-Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 _ORDERLY_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 _ORDERLY_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
 STAGED = "reload:"
@@ -58,30 +62,57 @@ class LiveModel:
         self._reloaded: list[nn.Module] = []
         self._derived: list[nn.Module] = []
         self._packed: list[nn.Module] = []
+        self._quantised: QuantisedUpdate | None = None
 
     @property
     def staging_bytes(self) -> int:
-        """Memory of the tensors that opaque layers' checkpoint tensors arrive in."""
-        return sum(tensor.nbytes for tensor in self._staging.values())
+        """Memory of the tensors that opaque and float8 layers' weights arrive in."""
+        quantised = 0 if self._quantised is None else self._quantised.staging_bytes
+        return quantised + sum(tensor.nbytes for tensor in self._staging.values())
+
+    @property
+    def quantised(self) -> QuantisedUpdate | None:
+        """The float8 parameters that quantising copies fill; None where there are none."""
+        return self._quantised
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Live parameters, buffers and staging tensors by the storage names of ``layout``."""
-        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **self._staging}
+        quantised = {} if self._quantised is None else self._quantised.tensors
+        return {**self._live, **self._staging, **quantised}
 
-    def layout(self, checkpoint: Iterable[TensorSpec], *, rank: int, allocate: Allocate | None = None) -> Layout:
+    @property
+    def _live(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def layout(
+        self,
+        checkpoint: Iterable[TensorSpec],
+        *,
+        rank: int,
+        allocate: Allocate | None = None,
+        lender: Lender | None = None,
+    ) -> Layout:
         """Learn this rank's Layout, ``rank`` being its number in it.
 
-        ``allocate(name, shape, dtype)`` makes the staging tensors of opaque layers, where other processes are to
-        write them; the device's own allocator does by default.
+        ``allocate(name, shape, dtype)`` makes the staging tensors of opaque and float8 layers, where other processes
+        are to write them; the device's own allocator does by default. ``lender`` is the trainer that lives in this
+        process: float8 layers are quantised from its tensors where they can be.
 
         Raises:
-            LayoutError: vLLM's loader refuses the checkpoint's tensors, or parameters stay that none of them fills.
+            LayoutError: vLLM's loader refuses the checkpoint's tensors, parameters stay that none of them fills, or
+                the engine holds some in a quantised form that can't be made from the trainer's.
         """
         specs = {spec.name: spec for spec in checkpoint}
         check_same_model(specs, self._model_config)
         try:
-            learnt = learn_layout(self._config, specs.values(), rank=rank, live=self._model)
+            learnt = learn_layout(
+                self._config, specs.values(), rank=rank, live=self._model, quantised=has_quantiser(self._device)
+            )
         except (AssertionError, KeyError, RuntimeError, ValueError) as error:
             if isinstance(error, LayoutError):
                 raise
@@ -92,12 +123,21 @@ class LiveModel:
         self._check_complete(learnt)
         self._derived = self._modules_of(learnt.derived)
         self._packed = [module for module in self._model.modules() if _packs_embedding(module)]
-        self._staging, self._reloaded = {}, []
-        opaque = {**repacked_parameters(self._model), **learnt.opaque}
-        return self._with_staging(learnt, opaque, specs, rank, allocate) if opaque else learnt.layout
+        self._staging, self._reloaded, self._quantised = {}, [], None
+        make = allocate or self._allocate
+        by_rule = {rule.module for rule in learnt.quantised.values()}
+        opaque = {**repacked_parameters(self._model, by_rule), **learnt.opaque}
+        layout = self._with_staging(learnt, opaque, specs, rank, make) if opaque else learnt.layout
+        if not learnt.quantised:
+            return layout
+        rules = learnt.quantised.values()
+        self._quantised = QuantisedUpdate(rules, layout, rank=rank, live=self._live, allocate=make, lender=lender)
+        return self._quantised.layout
 
     def finish(self) -> None:
         """Bring everything that depends on the new weights up to date; called after each transition."""
+        if self._quantised is not None:
+            self._quantised.run()
         if not (self._reloaded or self._derived or self._packed):
             return
         with torch.no_grad(), set_current_vllm_config(self._config):
@@ -125,6 +165,14 @@ class LiveModel:
                 f"the trainer's model lacks tensors that the engine needs: nothing fills {len(missing)} parameters of "
                 f"{type(self._model).__name__}, {', '.join(missing[:8])}; pass all parameters by their checkpoint names"
             )
+        if learnt.serialised:
+            name = learnt.serialised[0]
+            raise LayoutError(
+                f"{len(learnt.serialised)} parameters of {type(self._model).__name__} come quantised in the engine's "
+                f"checkpoint, and the trainer's are in full precision, first {name}: {learnt.opaque[name]}; start the "
+                "engine from a checkpoint in full precision with quantization='fp8_per_block', or in float8 with "
+                "128 x 128 blocks"
+            )
 
     def _modules_of(self, names: Iterable[str]) -> list[nn.Module]:
         """Modules that own these tensors, each once, in the model's order; all of them can compute them anew."""
@@ -144,7 +192,7 @@ class LiveModel:
         opaque: Mapping[str, str],
         specs: Mapping[str, TensorSpec],
         rank: int,
-        allocate: Allocate | None,
+        make: Allocate,
     ) -> Layout:
         """The Layout with whole checkpoint tensors, in staging, for every layer that holds an opaque parameter."""
         owners = sorted({name.rpartition(".")[0] for name in opaque})
@@ -161,7 +209,6 @@ class LiveModel:
             *next(iter(opaque.items())),
             len(sources),
         )
-        make = allocate or self._allocate
         kept = [h for h in learnt.layout.holdings(rank) if h.address.storage.rpartition(".")[0] not in owners]
         for name in sources:
             self._staging[STAGED + name] = make(STAGED + name, specs[name].shape, self._model_config.dtype)
@@ -171,7 +218,7 @@ class LiveModel:
         return Layout.from_holdings(used, kept, ranks=[rank])
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=next(self._model.parameters()).device)
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
 
 def _whole(spec: TensorSpec, tensor: torch.Tensor, rank: int) -> Holding:
@@ -179,25 +226,20 @@ def _whole(spec: TensorSpec, tensor: torch.Tensor, rank: int) -> Holding:
     return Holding(rank, Region(spec.name, (0,) * len(spec.shape), spec.shape), address)
 
 
-def repacked_parameters(model: nn.Module) -> dict[str, str]:
+def repacked_parameters(model: nn.Module, known: Collection[str] = ()) -> dict[str, str]:
     """Parameters that vLLM's kernels may reorder after loading without a change of shape, each with the reason.
 
     Plain linear layers, embeddings and Triton's experts keep the order that they were loaded in; any other way of
-    holding weights (quantised ones, experts of other kernels) is taken not to.
+    holding weights (quantised ones, experts of other kernels) is taken not to, unless the module is one of ``known``.
     """
     found = {}
     for name, module in model.named_modules():
-        method = _quant_method(module)
-        if method is None or _keeps_order(method):
+        method = method_of(module)
+        if name in known or method is None or _keeps_order(method):
             continue
         reason = f"{type(method).__name__} may reorder it after loading"
         found.update({f"{name}.{leaf}": reason for leaf, _ in module.named_parameters(recurse=False)})
     return found
-
-
-def _quant_method(module: nn.Module) -> object | None:
-    """How a layer of vLLM holds its weights; some of these are modules themselves."""
-    return vars(module).get("quant_method") or module._modules.get("quant_method")
 
 
 def _keeps_order(method: object) -> bool:
@@ -247,14 +289,14 @@ class _Recomputes(Protocol):
 
 def _pack_anew(module: nn.Module) -> None:
     """On a CPU: let experts be packed for their kernel again; vLLM does it at the first load only."""
-    method = _quant_method(module)
+    method = method_of(module)
     if current_platform.is_cpu() and isinstance(method, UnquantizedFusedMoEMethod):
         method.moe_kernel = None
 
 
 def _packs_embedding(module: nn.Module) -> bool:
     """Whether a head runs on a packed copy of its weight (on a CPU)."""
-    return isinstance(_quant_method(module), UnquantizedEmbeddingMethod) and "cpu_linear" in vars(module)
+    return isinstance(method_of(module), UnquantizedEmbeddingMethod) and "cpu_linear" in vars(module)
 
 
 def _recompute(module: nn.Module, dtype: torch.dtype) -> None:

@@ -69,6 +69,7 @@ class EngineMemory:
         self.options = options
         self.arena = _arena(device, options)
         self.state = SleepState()
+        self.has_slept = False
         self._pools: dict[str, ArenaPool | HostPool] = {
             tag: ArenaPool(self.arena, group=tag) if device >= 0 else HostPool(self.arena, group=tag) for tag in TAGS
         }
@@ -153,7 +154,7 @@ class EngineMemory:
         dropped = self._dropped_weights() if level == 2 else {}
         report = self._lend({tag: dropped if tag == WEIGHTS else self._kv_blocks() for tag in leaving})
         self._pending = dropped
-        self.state = state
+        self.state, self.has_slept = state, True
         return report
 
     def discard_kv(self) -> HandoverReport:
@@ -179,6 +180,7 @@ class EngineMemory:
         if KV_CACHE in waking and self._zero_kv:
             torch._foreach_zero_(list(self._kv))
         self.state = state
+        self.has_slept = self.has_slept and state.kv_cache == "asleep"
         return report
 
     def weights_arrived(self) -> None:

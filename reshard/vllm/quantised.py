@@ -2,25 +2,25 @@
 
 The engine quantises whole parameters as they lie on the rank: a fused projection's groups are counted in the fused
 rows, so they need not end where its parts do. So the parts first meet in a *staged* copy of the parameter, dense and in
-full precision, and one quantising copy goes from there into the live weight and its scales. ``blocks`` and ``rows`` are
-the modes of ``reshard.quant``.
+full precision, and one quantising copy goes from there into the live weight and its scales. Modes are those of
+``reshard.quant``.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from reshard.dtype import DType
-from reshard.quant import BLOCK, QuantEntry
+from reshard.quant import BLOCK, QuantEntry, QuantMode
 from reshard.torch_layout import dtype_of
 
 STAGED = "staged:"
 """Storages of parameters in full precision that a quantising copy reads."""
-_SCALES = ("_scale_inv", "_scale")
+SCALES = ("_scale_inv", "_scale")
+"""What the names of scales add to those of their weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class QuantRule:
         staged: storage of the layout that holds it dense and row-major in ``dtype``; the caller allocates it.
         weight: where the live float8 elements are, one stride per dim of ``shape``.
         scale: where the float32 scales are: per expert a plain grid ``[ceil(rows / 128), ceil(columns / 128)]`` in
-            mode ``blocks``, ``[rows, 1]`` in mode ``rows``.
+            the modes of blocks, ``[rows, 1]`` in mode ``rows``.
     """
 
     staged: str
@@ -53,7 +53,12 @@ class QuantRule:
     dtype: DType
     weight: View
     scale: View
-    mode: Literal["blocks", "rows"]
+    mode: QuantMode
+
+    @property
+    def module(self) -> str:
+        """The layer that holds the weight."""
+        return self.weight.storage.rpartition(".")[0]
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
@@ -62,15 +67,47 @@ class QuantRule:
 
     def entries(self, tensors: Mapping[str, torch.Tensor]) -> list[QuantEntry]:
         """The quantising copies, one a matrix. ``tensors`` are the live ones and the staged one, by storage name."""
-        weight, scale = self.weight.of(tensors, self.shape), self.scale.of(tensors, self.scale_shape)
-        staged = tensors[self.staged].view(self.shape)
-        if len(self.shape) == 2:
-            weight, scale, staged = weight[None], scale[None], staged[None]
-        through_bf16 = self.dtype is DType.BFLOAT16
-        return [
-            QuantEntry(src=src, dst=dst, scale=to, mode=self.mode, through_bf16=through_bf16, label=self.weight.storage)
-            for src, dst, to in zip(staged, weight, scale, strict=True)
-        ]
+        staged = tensors[self.staged].view(_with_experts(self.shape))
+        return [self.entry(tensors, Part(expert, 0, 0), matrix) for expert, matrix in enumerate(staged)]
+
+    def entry(self, tensors: Mapping[str, torch.Tensor], part: "Part", src: torch.Tensor) -> QuantEntry:
+        """The quantising copy of a part in full precision, ``src``, into the live tensors.
+
+        The part has to begin and end where groups do; see ``ends_with_groups``.
+        """
+        weight = self.weight.of(tensors, self.shape).view(_with_experts(self.shape))[part.expert]
+        scale = self.scale.of(tensors, self.scale_shape).view(_with_experts(self.scale_shape))[part.expert]
+        rows, columns = src.shape
+        down, across = (1, columns) if self.mode == "rows" else (BLOCK, BLOCK)
+        return QuantEntry(
+            src=src,
+            dst=weight[part.row : part.row + rows, part.column : part.column + columns],
+            scale=scale[
+                part.row // down : math.ceil((part.row + rows) / down),
+                part.column // across : math.ceil((part.column + columns) / across),
+            ],
+            mode=self.mode,
+            through_bf16=self.dtype is DType.BFLOAT16,
+            label=self.weight.storage,
+        )
+
+    def ends_with_groups(self, part: "Part", shape: tuple[int, int]) -> bool:
+        """Whether a matrix of ``shape`` at ``part`` consists of whole groups."""
+        down, across = (1, self.shape[-1]) if self.mode == "rows" else (BLOCK, BLOCK)
+        ends = (
+            (part.row, shape[0], self.shape[-2], down),
+            (part.column, shape[1], self.shape[-1], across),
+        )
+        return all(at % step == 0 and ((at + size) % step == 0 or at + size == end) for at, size, end, step in ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a matrix begins inside a parameter; ``expert`` is 0 in one without experts."""
+
+    expert: int
+    row: int
+    column: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +116,7 @@ class _Reading:
 
     weight_transposed: bool
     scale_transposed: bool
-    mode: Literal["blocks", "rows"]
+    mode: QuantMode
 
 
 def find_rules(
@@ -89,8 +126,8 @@ def find_rules(
 
     ``loaded`` are the parameters in full precision as a loader fills them, ``live`` all live tensors. Only what shapes
     settle is a rule. A square matrix could be read either way: it is read as the others of its kind are, if those
-    agree. Values that a kernel shuffled under an unchanged shape are not seen here: compare one update with a fresh
-    load before relying on a new kernel.
+    agree. Values that a kernel shuffled or scaled anew under an unchanged shape are not seen here: ``quantised_check``
+    tries each rule on vLLM's own step.
     """
     readings: dict[str, tuple[str, list[_Reading]]] = {}
     reasons: dict[str, str] = {}
@@ -122,11 +159,11 @@ def _readings(name: str, loaded: torch.Tensor, live: Mapping[str, torch.Tensor])
     weight = live.get(name)
     if weight is None or dtype_of(weight.dtype) is not DType.FLOAT8_E4M3FN or loaded.dim() not in (2, 3):
         return "it is no float8_e4m3fn matrix"
-    names = [name + ending for ending in _SCALES if name + ending in live]
+    names = [name + ending for ending in SCALES if name + ending in live]
     if len(names) != 1 or dtype_of(live[names[0]].dtype) is not DType.FLOAT32:
-        return f"it has no float32 scales: found {names} of {[name + ending for ending in _SCALES]}"
+        return f"it has no float32 scales: found {names} of {[name + ending for ending in SCALES]}"
     shape, scale = tuple(loaded.shape), live[names[0]]
-    modes: tuple[Literal["blocks", "rows"], ...] = ("blocks", "rows")
+    modes: tuple[QuantMode, ...] = ("blocks", "rows")
     found: dict[object, _Reading] = {}
     for weight_transposed, scale_transposed, mode in itertools.product((False, True), (False, True), modes):
         elements = _seen(weight, weight_transposed)
@@ -148,7 +185,7 @@ def _seen(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
     return tensor.transpose(-1, -2) if transposed and tensor.dim() > 1 else tensor
 
 
-def _scales(scale: torch.Tensor, num_dims: int, mode: Literal["blocks", "rows"]) -> torch.Tensor:
+def _scales(scale: torch.Tensor, num_dims: int, mode: QuantMode) -> torch.Tensor:
     """Scales per row may lack their last dim of 1."""
     return scale.unsqueeze(-1) if mode == "rows" and scale.dim() == num_dims - 1 else scale
 
@@ -168,6 +205,10 @@ def _rule(
     )
 
 
-def _grid(shape: tuple[int, ...], mode: Literal["blocks", "rows"]) -> tuple[int, ...]:
+def _with_experts(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if len(shape) == 3 else (1, *shape)
+
+
+def _grid(shape: tuple[int, ...], mode: QuantMode) -> tuple[int, ...]:
     *experts, rows, columns = shape
     return (*experts, rows, 1) if mode == "rows" else (*experts, math.ceil(rows / BLOCK), math.ceil(columns / BLOCK))

@@ -28,6 +28,7 @@ from reshard.transports.base import Transport
 from reshard.transports.collective import CollectiveTransport
 from reshard.vllm.clients import EngineClient
 from reshard.vllm.exchange import Exchange
+from reshard.vllm.quantised_update import Lender
 from reshard.vllm.session import SessionInfo, join_as_trainer, plan_between
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class WeightSync:
             )
         rank, size = _place(group)
         source = gather_layout(own, group) if size > 1 else own
-        part = engine.live.layout(source.specs.values(), rank=rank)
+        lender = Lender(layout=own, rank=rank, tensors=tensors)
+        part = engine.live.layout(source.specs.values(), rank=rank, lender=lender)
         destination = gather_layout(part, group) if size > 1 else part
         plan = plan_between(source, destination, ignore=ignore)
         if transport is None and not _is_local(plan):
@@ -154,7 +156,7 @@ class WeightSync:
     def push(self, *, version: int | None = None, deadline_s: float = 60.0) -> TransitionStats:
         """Bring the engine to the trainer's weights of now. Every trainer rank calls it; blocks until it is done.
 
-        The engine's prefix cache is reset. Weights must not change until it returns.
+        The engine's prefix cache is empty afterwards. Weights must not change until it returns.
 
         Args:
             version: the number that the weights get; one more than the last where left out. Larger than the last.
@@ -176,7 +178,8 @@ class WeightSync:
             self._push_to_others(version, update, deadline_s)
         if self._rank == 0 or self._engine is not None:
             self._client.finish_weight_update(str(version))
-            self._client.reset_prefix_cache()
+            if self._engine is None or not self._engine.has_empty_prefix_cache:
+                self._client.reset_prefix_cache()
         return self.stats
 
     def begin_training(self) -> None:
