@@ -150,10 +150,16 @@ def colocated_repacked(folder: Path) -> None:
 
 def fresh(folder: Path) -> None:
     """Tokens of engines that load the weights saved in the folders inside."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
     keep_weights_in_place()
-    found = {}
+    found: dict[str, list[list[list[int]]]] = {}
     for own in sorted(path.parent for path in folder.glob("*/tokens.json")):
-        found[own.name] = [sample(start_engine(own / f"update-{u}", weight_transfer_config=None))[0] for u in (1, 2)]
+        for update in (1, 2):
+            llm = start_engine(own / f"update-{update}", weight_transfer_config=None)
+            found.setdefault(own.name, []).append(sample(llm)[0])
+            del llm
+            cleanup_dist_env_and_memory()  # vLLM 0.26 makes no groups for experts where a dense engine made its own
     (folder / "fresh.json").write_text(json.dumps(found))
 
 
