@@ -158,8 +158,8 @@ def updates(kind: str, folder: Path) -> None:
         llm.wake_up(["kv_cache"])
         found["updates"].append(observed(llm))
         found["launches"] = stats.num_launches
+        found["verified_bytes"] = sync.verify()
         sync.begin_training()
-    found["verified_bytes"] = sync.verify()
     (folder / "updates.json").write_text(json.dumps(found))
 
 

@@ -49,8 +49,10 @@ class ArenaSleep:
         """Make the KV cache in the arena."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context.values()  # type: ignore[attr-defined]
-        caches = {id(t): t for layer in layers for t in _tensors(vars(layer).get("kv_cache"))}
-        self.memory.own_kv(caches.values(), zero_on_wake=self._zeroes_kv(list(layers)))
+        of_layer = [(layer, list(_tensors(vars(layer).get("kv_cache")))) for layer in layers]
+        with_cache = [layer for layer, tensors in of_layer if tensors]  # experts stand in that context too
+        caches = {id(tensor): tensor for _, tensors in of_layer for tensor in tensors}
+        self.memory.own_kv(caches.values(), zero_on_wake=self._zeroes_kv(with_cache))
 
     def _zeroes_kv(self, layers: list[Any]) -> bool:
         fill = self.memory.options.kv_fill

@@ -3,10 +3,11 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -32,6 +33,17 @@ class _Absent(pytest.Module):
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Skip instead of importing what imports vLLM."""
     return None if _is_installed() or "vllm" in sys.modules else _Absent.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(scope="session")
+def scenarios() -> Iterator[ForkServer]:
+    """Runs scripts in processes that have vLLM and Transformers imported: most of a small scenario's time otherwise."""
+    with ForkServer(
+        ["torch", "transformers.models.auto.modeling_auto", "vllm.entrypoints.llm"],
+        changeable=["VLLM_ENABLE_V1_MULTIPROCESSING"],
+        environment=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as server:
+        yield server
 
 
 _NOT_ON_A_CPU = ("MLA is not supported on CPU", "_C::dynamic_per_token_scaled_fp8_quant() expected at most 0 argument")

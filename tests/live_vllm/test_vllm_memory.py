@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import logging
-import os
 import subprocess
 import sys
 import tomllib
@@ -27,10 +26,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario(name, folder):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), name, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+def test_scenario(name, folder, scenarios):
+    done = scenarios.run(SCRIPT, name, str(folder), timeout=280)
     assert done.returncode == 0 and (folder / f"{name}.done").exists(), done.stderr[-6000:]
 
 

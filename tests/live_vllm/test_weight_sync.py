@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from fork_server import ForkServer
 from vllm_scenarios import make_model
 
 SCENARIOS = Path(__file__).parents[1] / "vllm_scenarios.py"
@@ -16,16 +17,20 @@ SCENARIOS = Path(__file__).parents[1] / "vllm_scenarios.py"
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-def run(name: str, folder: Path, *, num_processes: int = 1, **environment: str) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    done = subprocess.run(
-        [sys.executable, *(launcher if num_processes > 1 else []), str(SCENARIOS), name, str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+def check(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def run(scenarios: ForkServer, name: str, folder: Path, **environment: str) -> None:
+    check(scenarios.run(SCENARIOS, name, str(folder), timeout=280, **environment))
+
+
+def run_ranks(name: str, folder: Path, num_processes: int) -> None:
+    """Under torchrun, which starts interpreters of its own."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    command = [sys.executable, *launcher, str(SCENARIOS), name, str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    check(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280))
 
 
 CASES = [
@@ -45,17 +50,19 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "kind", "num_processes", "environment"), CASES)
-def test_an_engine_follows_its_trainer(folder, name, kind, num_processes, environment):
+def test_an_engine_follows_its_trainer(folder, scenarios, name, kind, num_processes, environment):
     """The scenario compares the engine's tokens and log-probs with the trainer's after each of two updates."""
     own = folder / f"{name}-{kind}"
     make_model(own, kind)
-    run(name, own, num_processes=num_processes, **environment)
+    if num_processes > 1:
+        run_ranks(name, own, num_processes)
+    else:
+        run(scenarios, name, own, **environment)
     assert len(json.loads((own / "tokens.json").read_text())) == 2
 
 
-def test_updated_engines_equal_fresh_ones_that_load_the_saved_weights(folder):
-    """One process for all that ran above: importing vLLM takes longest."""
-    run("fresh", folder)
+def test_updated_engines_equal_fresh_ones_that_load_the_saved_weights(folder, scenarios):
+    run(scenarios, "fresh", folder)
     fresh = json.loads((folder / "fresh.json").read_text())
     assert len(fresh) == len(CASES)
     for own, tokens in fresh.items():
@@ -63,15 +70,15 @@ def test_updated_engines_equal_fresh_ones_that_load_the_saved_weights(folder):
 
 
 @pytest.mark.parametrize("name", ["refusals", "rollout_engine", "trainer_interface"])
-def test_wrong_input_is_refused_and_what_is_asked_for_comes(tmp_path, name):
+def test_wrong_input_is_refused_and_what_is_asked_for_comes(tmp_path, scenarios, name):
     make_model(tmp_path)
-    run(name, tmp_path)
+    run(scenarios, name, tmp_path)
     assert (tmp_path / f"{name}.done").exists()
 
 
-def test_grpo_runs_on_vllm(tmp_path):
+def test_grpo_runs_on_vllm(tmp_path, scenarios):
     tokenizer = byte_tokenizer()
     make_model(tmp_path / "model", "llama_tied", vocabulary=len(tokenizer))
     tokenizer.save_pretrained(tmp_path / "model")
-    run("grpo", tmp_path)
+    run(scenarios, "grpo", tmp_path)
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 4
