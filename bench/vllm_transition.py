@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -284,21 +285,28 @@ def outcome_of(phase: Callable[[argparse.Namespace, str], Outcome], args: argpar
     return outcome
 
 
-def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Both phases, compared; what goes into the file."""
+def run(args: argparse.Namespace, folder: str) -> None:
+    """Both phases, compared; the file is written after each, so that a long second one can't lose the first."""
     (Path(folder) / "config.json").write_text(json.dumps(model_config(args.model)))
     mine = outcome_of(our_phase, args, folder)
-    theirs = outcome_of(their_phase, args, folder) if args.theirs else None
-    if theirs is not None:
+    write(mine, None, args)
+    if args.theirs:
+        theirs = outcome_of(their_phase, args, folder)
+        write(mine, theirs, args)
         differing = [i for i, (a, b) in enumerate(zip(mine["tokens"], theirs["tokens"], strict=True)) if a != b]
         assert not differing, f"steps {differing}: our engine's tokens are not vLLM's"
+
+
+def write(mine: Outcome, theirs: Outcome | None, args: argparse.Namespace) -> None:
+    """Print the table and write the file."""
     seconds = mine["seconds"] | ({} if theirs is None else theirs["seconds"])
     for line in table(seconds, args):
         print(line, flush=True)
     blocks = {"ours": mine["num_blocks"], "vllm": None if theirs is None else theirs["num_blocks"]}
     print(f"extra memory {mine['extra_bytes'] / 2**20:.1f} MiB; KV blocks {blocks}; {mine['num_launches']} launches")
-    return {
+    result = {
         **{name: value for name, value in mine.items() if name not in ("tokens", "seconds", "num_blocks")},
+        "num_equal_rounds": None if theirs is None else sum(map(operator.eq, mine["tokens"], theirs["tokens"])),
         "model": args.model,
         "trainer": args.trainer,
         "utilization": args.utilization,
@@ -308,6 +316,8 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             name: {part: {**summary(s), "samples": s} for part, s in parts.items()} for name, parts in seconds.items()
         },
     }
+    name = f"vllm-transition-{args.model}-{args.trainer}-{args.mappings}"
+    print("written:", save(name, result, folder=args.out), flush=True)
 
 
 def aliased_rounds(engine: Engine, aliased: Weights, training: Training, num: int) -> tuple[Way, int]:
@@ -342,9 +352,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reshard") as folder:
-        result = run(args, folder)
-    name = f"vllm-transition-{args.model}-{args.trainer}-{args.mappings}"
-    print("written:", save(name, result, folder=args.out))
+        run(args, folder)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ UnitRecord unit_record(const QuantRecord& record, const Shape& shape) {
     made.src_dtype = record.src_dtype;
     made.mode = record.mode;
     made.through_bf16 = record.through_bf16;
+    // A row's quotient is corrected from the exact reciprocal.
+    made.full_division = record.mode == QuantMode::kRows ? 0 : record.full_division;
     return made;
 }
 

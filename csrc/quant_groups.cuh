@@ -64,7 +64,7 @@ __device__ void quantize_group(const QuantRecord& record, std::int64_t first_row
     for_each_element([&](std::int64_t row, std::int64_t column) {
         amax = larger_magnitude(amax, __float_as_uint(load(row, column)));
     });
-    const Scaling scaled(record.mode, block_amax(amax, shared));
+    const Scaling scaled(record.mode, record.full_division != 0, block_amax(amax, shared));
     if (threadIdx.x == 0) *scale_at = scaled.scale;
     for_each_element([&](std::int64_t row, std::int64_t column) {
         dst[row * record.dst_strides[0] + column * record.dst_strides[1]] = quantize_one(scaled(load(row, column)));

@@ -57,7 +57,7 @@ void quantize_group(const QuantRecord& record, std::int64_t group) {
             amax = larger_magnitude(amax, load_bits(record, row, column));
     const bool twice = record.mode == QuantMode::kBlocksUe8m0;
     const float first_scale = group_scale(record.mode, amax), first_inverse = 1.0f / first_scale;
-    const float scale = twice ? ue8m0_scale(amax, first_scale) : first_scale;
+    const float scale = twice ? ue8m0_scale(amax, first_scale, first_inverse) : first_scale;
     const float inverse = 1.0f / scale;
     std::memcpy(reinterpret_cast<unsigned char*>(record.scale) + down * record.scale_strides[0] +
                     across * record.scale_strides[1],

@@ -37,7 +37,10 @@ struct QuantRecord {
     std::uint8_t src_dtype;
     QuantMode mode;
     std::uint8_t through_bf16;  // 1: round to bf16 first, as an engine that loads bf16 weights sees them
-    std::uint8_t reserved[37];
+    // 1: fl(1/scale) of blocks is what a GPU's div.full.f32 gives, to within 2 ulp, as in kernels that Triton compiles
+    // (PTX ISA, div); the host rounds it correctly all the same.
+    std::uint8_t full_division;
+    std::uint8_t reserved[36];
 
     std::int64_t groups_across() const {
         return mode == QuantMode::kRows ? 1 : (extents[1] + kQuantBlock - 1) / kQuantBlock;
@@ -94,10 +97,10 @@ RESHARD_HOST_DEVICE inline std::uint32_t f32_from_e4m3(std::uint8_t value) {
     return sign | ((magnitude << 20) + 0x3c000000u);
 }
 
-// The scale of kBlocksUe8m0, from the largest magnitude and the scale of kBlocks. The engine takes the logarithm in
-// fp32, so a scale within rounding above a power of two is that power.
-RESHARD_HOST_DEVICE inline float ue8m0_scale(std::uint32_t amax_bits, float scale) {
-    const float largest = bits_float(f32_from_e4m3(e4m3_from_f32(float_bits(bits_float(amax_bits) * (1.0f / scale)))));
+// The scale of kBlocksUe8m0, from the largest magnitude and kBlocks' scale and its reciprocal. The engine takes the
+// logarithm in fp32, so a scale within rounding above a power of two is that power.
+RESHARD_HOST_DEVICE inline float ue8m0_scale(std::uint32_t amax_bits, float scale, float inverse) {
+    const float largest = bits_float(f32_from_e4m3(e4m3_from_f32(float_bits(bits_float(amax_bits) * inverse))));
     return exp2f(ceilf(log2f(group_scale(QuantMode::kBlocks, float_bits(largest * scale)))));
 }
 

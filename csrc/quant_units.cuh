@@ -27,6 +27,7 @@ struct UnitRecord {
     std::uint8_t src_dtype;
     QuantMode mode;
     std::uint8_t through_bf16;
+    std::uint8_t full_division;
 };
 
 struct UnitTable {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void quantize_unit(const UnitRecord& record, std::uin
     typename Values::Largest largest;
     walk.for_each(record, [&](int i) { chunk(i).find_largest(largest); });
     const bool by_rows = record.mode == QuantMode::kRows;
-    const Scaling scaled(record.mode, group_amax(largest.bits(), record.group_warps));
+    const Scaling scaled(record.mode, record.full_division != 0, group_amax(largest.bits(), record.group_warps));
     if (by_rows ? walk.column == 0 && walk.row < record.rows : threadIdx.x == 0)
         *reinterpret_cast<float*>(record.scale + (by_rows ? walk.row : down) * record.scale_strides[0] +
                                   (by_rows ? 0 : across * record.scale_strides[1])) = scaled.scale;

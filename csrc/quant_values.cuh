@@ -26,16 +26,24 @@ __device__ __forceinline__ float float_of_e4m3(unsigned char value) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(value, __NV_E4M3)));
 }
 
+__device__ __forceinline__ float reciprocal(float x, bool full_division) {
+    if (!full_division) return 1.0f / x;
+    float result;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(1.0f), "f"(x));
+    return result;
+}
+
 struct Scaling {
     QuantMode mode;
     float first_scale, first_inverse;  // of kBlocksUe8m0's first quantising; else the same as the others
     float scale, inverse;
     bool is_finite;
 
-    __device__ Scaling(QuantMode mode, std::uint32_t amax)
-        : mode(mode), first_scale(group_scale(mode, amax)), first_inverse(1.0f / first_scale) {
-        scale = mode == QuantMode::kBlocksUe8m0 ? ue8m0_scale(amax, first_scale) : first_scale;
-        inverse = 1.0f / scale;
+    __device__ Scaling(QuantMode mode, bool full_division, std::uint32_t amax)
+        : mode(mode), first_scale(group_scale(mode, amax)), first_inverse(reciprocal(first_scale, full_division)) {
+        const bool twice = mode == QuantMode::kBlocksUe8m0;
+        scale = twice ? ue8m0_scale(amax, first_scale, first_inverse) : first_scale;
+        inverse = twice ? 1.0f / scale : first_inverse;
         is_finite = isfinite(scale);
     }
 

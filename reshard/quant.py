@@ -45,7 +45,8 @@ QUANT_RECORD = np.dtype(
         ("src_dtype", np.uint8),
         ("mode", np.uint8),
         ("through_bf16", np.uint8),
-        ("reserved", np.uint8, 37),
+        ("full_division", np.uint8),
+        ("reserved", np.uint8, 36),
     ]
 )
 
@@ -63,6 +64,8 @@ class QuantEntry:
             ``[rows, 1]`` for rows.
         mode: one of the above.
         through_bf16: round to bfloat16 first, as an engine does that loads bfloat16 weights and quantises those.
+        full_division: on a GPU, take ``1/scale`` of blocks by PTX's div.full.f32, within 2 ulp, as kernels do that
+            Triton compiles: the engine's quantiser at load time is one. Else, and on the host, rounded correctly.
         label: name for error messages.
     """
 
@@ -71,6 +74,7 @@ class QuantEntry:
     scale: torch.Tensor
     mode: QuantMode
     through_bf16: bool = True
+    full_division: bool = False
     label: str = ""
 
 
@@ -104,7 +108,8 @@ def make_quant_table(entries: Iterable[QuantEntry]) -> QuantTable:
                 DType.parse(str(entry.src.dtype)).code,
                 MODES.index(entry.mode),
                 int(entry.through_bf16),
-                np.zeros(37, dtype=np.uint8),
+                int(entry.full_division),
+                np.zeros(36, dtype=np.uint8),
             )
         )
     table: QuantTable = np.array(rows, dtype=QUANT_RECORD)

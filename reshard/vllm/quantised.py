@@ -46,6 +46,7 @@ class QuantRule:
         weight: where the live float8 elements are, one stride per dim of ``shape``.
         scale: where the float32 scales are: per expert a plain grid ``[ceil(rows / 128), ceil(columns / 128)]`` in
             the modes of blocks, ``[rows, 1]`` in mode ``rows``.
+        mode, full_division: how, see ``QuantEntry``.
     """
 
     staged: str
@@ -54,6 +55,7 @@ class QuantRule:
     weight: View
     scale: View
     mode: QuantMode
+    full_division: bool = False
 
     @property
     def module(self) -> str:
@@ -88,6 +90,7 @@ class QuantRule:
             ],
             mode=self.mode,
             through_bf16=self.dtype is DType.BFLOAT16,
+            full_division=self.full_division,
             label=self.weight.storage,
         )
 

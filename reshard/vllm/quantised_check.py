@@ -4,8 +4,12 @@ Form tells where a live weight and its scales are, not how they were made: kerne
 anew with scales of another kind. So a stand-in with random weights goes through vLLM's step after loading (for an
 engine whose checkpoint is quantised, after our quantiser's first step, as its checkpoint would hold it), and a rule
 counts only if our copy gives the same bits, weight and scales.
+
+Note "rare bits". A reciprocal that differs by one unit in the last place changes about two elements of a million, so a
+small layer is tried many times, with other weights.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -20,7 +24,11 @@ from reshard.vllm.after_loading import FAILURES, as_bits, kind_of_layer, method_
 from reshard.vllm.quantised import SCALES, QuantRule
 from reshard.vllm.quantiser import Quantiser
 
-_CANDIDATES: Mapping[QuantMode, tuple[QuantMode, ...]] = {"blocks": ("blocks", "blocks_ue8m0"), "rows": ("rows",)}
+_TRIED_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 16}
+"""How many elements of each weight are tried at least; vLLM's own kernels, whose rare bits these are, run on a GPU."""
+_BLOCKS: tuple[QuantMode, ...] = ("blocks", "blocks_ue8m0")
+_Way = tuple[QuantMode, bool]
+"""Mode and division of a quantising copy."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -47,7 +55,7 @@ def checked_rules(
     for name, rule in rules.items():
         of_module.setdefault(rule.module, {})[name.rpartition(".")[2]] = rule
     modules, fresh = dict(live.named_modules()), dict(as_loaded.named_modules())
-    known: dict[object, dict[str, QuantMode] | str] = {}
+    known: dict[object, dict[str, _Way] | str] = {}
     held: dict[str, QuantRule] = {}
     reasons: dict[str, str] = {}
     for name, own in of_module.items():
@@ -59,53 +67,70 @@ def checked_rules(
         if kind not in known:
             inputs = {leaf: p.detach() for leaf, p in fresh[name].named_parameters(recurse=False)}
             known[kind] = _tried(_Layer(modules[name], method, inputs, own))
-        modes = known[kind]
-        if isinstance(modes, str):
-            reasons |= dict.fromkeys((f"{name}.{leaf}" for leaf in own), modes)
+        ways = known[kind]
+        if isinstance(ways, str):
+            reasons |= dict.fromkeys((f"{name}.{leaf}" for leaf in own), ways)
         else:
-            held |= {f"{name}.{leaf}": replace(rule, mode=modes[leaf]) for leaf, rule in own.items()}
+            for leaf, rule in own.items():
+                mode, full_division = ways[leaf]
+                held[f"{name}.{leaf}"] = replace(rule, mode=mode, full_division=full_division)
     return held, reasons
 
 
-def _tried(layer: _Layer) -> dict[str, QuantMode] | str:
-    """The mode of every weight of a layer; or why there is none."""
+def _tried(layer: _Layer) -> dict[str, _Way] | str:
+    """How every weight of a layer is quantised; or why our copy can't do it."""
     device = next(iter(layer.module.parameters())).device
-    full = {leaf: _random(rule, device) for leaf, rule in layer.rules.items()}
-    try:
-        given = _inputs(layer, full, device)
-        after = run_step(layer.module, given, layer.method)
-    except FAILURES as error:
-        return f"its layer can't be tried: {type(error).__name__}: {error}"
-    modes: dict[str, QuantMode] = {}
-    touched = set()
-    for leaf, rule in layer.rules.items():
-        scale = rule.scale.storage.rpartition(".")[2]
-        touched |= {leaf, scale}
-        mode = _mode(layer, rule, full[leaf], after, leaf, scale)
-        if mode is None:
-            return f"our quantising copy gives other bits than {type(layer.method).__name__} for {leaf}"
-        modes[leaf] = mode
-    for name in set(given) - touched:
+    left = {leaf: _candidates(layer, leaf, rule) for leaf, rule in layer.rules.items()}
+    smallest = min(math.prod(rule.shape) for rule in layer.rules.values())
+    for seed in range(math.ceil(_TRIED_ELEMENTS.get(device.type, 1) / smallest)):
+        full = {leaf: _random(rule, device, seed) for leaf, rule in layer.rules.items()}
+        try:
+            given = _inputs(layer, full, device)
+            after = run_step(layer.module, given, layer.method)
+        except FAILURES as error:
+            return f"its layer can't be tried: {type(error).__name__}: {error}"
+        if moved := _moved(layer, given, after):
+            return f"the engine moved elements of {moved} after loading, though its form is the same"
+        for leaf, rule in layer.rules.items():
+            left[leaf] = [way for way in left[leaf] if _is_same(layer, rule, way, full[leaf], after)]
+            if not left[leaf]:
+                return f"our quantising copy gives other bits than {type(layer.method).__name__} for {leaf}"
+    return {leaf: ways[0] for leaf, ways in left.items()}
+
+
+def _candidates(layer: _Layer, leaf: str, rule: QuantRule) -> list[_Way]:
+    """What may have been done to a weight, likelier ways first: what quantises at load time is compiled by Triton."""
+    if rule.mode == "rows":
+        return [("rows", False)]
+    divisions = (False,) if dtype_of(layer.as_loaded[leaf].dtype) is DType.FLOAT8_E4M3FN else (True, False)
+    return [(mode, division) for mode in _BLOCKS for division in divisions]
+
+
+def _moved(layer: _Layer, given: Tensors, after: Tensors) -> str | None:
+    """A parameter without a rule that the step changed."""
+    ruled = set(layer.rules) | {_leaf(rule.scale.storage) for rule in layer.rules.values()}
+    for name in set(given) - ruled:
         if name not in after or not torch.equal(as_bits(after[name]), as_bits(given[name])):
-            return f"the engine moved elements of {name} after loading, though its form is the same"
-    return modes
+            return name
+    return None
 
 
-def _mode(
-    layer: _Layer, rule: QuantRule, full: torch.Tensor, after: Tensors, leaf: str, scale: str
-) -> QuantMode | None:
-    """The mode in which our copy gives the bits that the step gave."""
-    for name in (leaf, scale):
+def _is_same(layer: _Layer, rule: QuantRule, way: _Way, full: torch.Tensor, after: Tensors) -> bool:
+    """Whether our copy gives the weight and the scales that the step gave, in the form of the live ones."""
+    names = {_leaf(rule.weight.storage): rule.weight.storage, _leaf(rule.scale.storage): rule.scale.storage}
+    for name in names:
         live = layer.module.get_parameter(name)
         if name not in after or (after[name].shape, after[name].stride()) != (live.shape, live.stride()):
-            return None
-    for mode in _CANDIDATES[rule.mode]:
-        mine = {name: torch.zeros_like(after[name]) for name in (leaf, scale)}
-        storages = {rule.weight.storage: mine[leaf], rule.scale.storage: mine[scale], rule.staged: full}
-        Quantiser(replace(rule, mode=mode).entries(storages), full.device).run()
-        if all(torch.equal(as_bits(mine[name]), as_bits(after[name])) for name in mine):
-            return mode
-    return None
+            return False
+    mine = {name: torch.zeros_like(after[name]) for name in names}
+    storages = {names[name]: tensor for name, tensor in mine.items()} | {rule.staged: full}
+    tried = replace(rule, mode=way[0], full_division=way[1])
+    Quantiser(tried.entries(storages), full.device).run()
+    return all(torch.equal(as_bits(mine[name]), as_bits(after[name])) for name in names)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _inputs(layer: _Layer, full: Tensors, device: torch.device) -> dict[str, torch.Tensor]:
@@ -146,9 +171,9 @@ def _quantised_once(
     return made
 
 
-def _random(rule: QuantRule, device: torch.device) -> torch.Tensor:
+def _random(rule: QuantRule, device: torch.device, seed: int) -> torch.Tensor:
     """Weights in which each row and each group have magnitudes of their own."""
-    generator = torch.Generator(device="cpu").manual_seed(sum(rule.shape))
+    generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + sum(rule.shape))
     rows = torch.randn(rule.shape[:-1], generator=generator).exp().unsqueeze(-1).to(device)
     values = torch.empty(rule.shape, dtype=torch.float32, device=device)
     for matrix, scale in zip(_matrices(values), _matrices(rows), strict=True):
