@@ -1,8 +1,9 @@
-"""Live updates of vLLM engines on a GPU, with CUDA graphs: ``python THIS updates|fresh KIND FOLDER [UPDATE]``.
+"""Live updates of vLLM engines on a GPU, with CUDA graphs: ``python THIS updates|fresh|stock KIND FOLDER [UPDATE]``.
 
 ``updates``: a Transformers model in fp32 trains for two optimizer steps; after each, a bf16 or float8 engine, which
 sleeps while the model trains, is updated in place; its tokens, log-probs and digests of all its parameters are written.
-``fresh``: the same of a new engine of plain vLLM that loads the checkpoint of that update.
+``fresh``: the same of a new engine with the same settings that loads the checkpoint of that update, and ``stock`` of
+one of plain vLLM, whose settings lead to other compiled kernels: its parameters have to be the same, not its rounding.
 """
 
 import hashlib
@@ -26,6 +27,13 @@ FP8_CHECKPOINT = {
     "modules_to_not_convert": ["lm_head"],
 }
 KINDS = ("dense", "moe", "dense_fp8", "dense_fp8_checkpoint", "moe_fp8")
+
+
+OURS = {
+    "weight_transfer_config": {"backend": "reshard"},
+    "enable_sleep_mode": True,
+    "additional_config": {"sleep_mode_backend": "reshard"},
+}
 
 
 def config_of(kind: str) -> PretrainedConfig:
@@ -133,13 +141,7 @@ def updates(kind: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     save(model, folder / "update-0", kind)
-    llm = start(
-        folder / "update-0",
-        kind,
-        weight_transfer_config={"backend": "reshard"},
-        enable_sleep_mode=True,
-        additional_config={"sleep_mode_backend": "reshard"},
-    )
+    llm = start(folder / "update-0", kind, **OURS)
     sync = WeightSync.connect(LLMClient(llm), model)
     engine = local_engine()
     assert engine is not None
@@ -164,13 +166,19 @@ def updates(kind: str, folder: Path) -> None:
 
 
 def fresh(kind: str, folder: Path, update: str) -> None:
-    """What an engine of plain vLLM gives that loads the checkpoint of an update."""
+    """What an engine with the same settings gives that loads the checkpoint of an update."""
+    llm = start(folder / f"update-{update}", kind, **OURS)
+    (folder / f"fresh-{update}.json").write_text(json.dumps(observed(llm)))
+
+
+def stock(kind: str, folder: Path, update: str) -> None:
+    """What an engine of plain vLLM gives."""
     os.environ["VLLM_PLUGINS"] = ""
     llm = start(folder / f"update-{update}", kind)
-    (folder / f"fresh-{update}.json").write_text(json.dumps(observed(llm)))
+    (folder / f"stock-{update}.json").write_text(json.dumps(observed(llm)))
 
 
 if __name__ == "__main__":
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     what, chosen, place, *rest = sys.argv[1:]
-    (updates if what == "updates" else fresh)(chosen, Path(place), *rest)
+    {"updates": updates, "fresh": fresh, "stock": stock}[what](chosen, Path(place), *rest)

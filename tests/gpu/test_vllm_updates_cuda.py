@@ -31,7 +31,7 @@ def logs(tmp_path_factory) -> dict[str, Path]:
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     for jobs in (
         [(kind, ("updates",)) for kind in KINDS],
-        [(kind, ("fresh", update)) for kind in KINDS for update in ("1", "2")],
+        [(kind, job) for kind in KINDS for job in (("fresh", "1"), ("fresh", "2"), ("stock", "2"))],
     ):
         running = [start(kind, folders[kind], *job) for kind, job in jobs]
         for process in running:
@@ -64,10 +64,21 @@ def test_engines_equal_fresh_ones_after_each_update(logs, kind):
     assert before["tokens"] != after[0]["tokens"] != after[1]["tokens"], "the updates changed no token"
     for number, update in enumerate(after, 1):
         fresh = read(logs[kind], f"fresh-{number}.json", f"fresh{number}.log")
-        differing = [name for name in fresh["digests"] if update["digests"].get(name) != fresh["digests"][name]]
-        assert not differing, f"update {number}: {len(differing)} of {len(fresh['digests'])} differ: {differing[:6]}"
+        assert_same_parameters(update, fresh)
         assert update["tokens"] == fresh["tokens"]
         assert update["log_probs"] == fresh["log_probs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_equal_those_of_plain_vllm(logs, kind):
+    found = read(logs[kind], "updates.json", "updates.log")
+    assert_same_parameters(found["updates"][2], read(logs[kind], "stock-2.json", "stock2.log"))
+
+
+def assert_same_parameters(found: dict, expected: dict) -> None:
+    assert found["digests"].keys() == expected["digests"].keys()
+    differing = [name for name, digest in expected["digests"].items() if found["digests"][name] != digest]
+    assert not differing, f"{len(differing)} of {len(expected['digests'])} differ: {differing[:6]}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
