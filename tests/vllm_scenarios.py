@@ -206,14 +206,14 @@ def spread_at_once(folder: Path) -> None:
     spread(folder, staging_bytes=64 << 20)
 
 
-def separate(folder: Path, *, tensor_parallel: int) -> None:
-    """The engine in processes of its own, the trainer in this one; bytes go through shared memory."""
+def separate(folder: Path, *, tensor_parallel: int, transport: str = "auto") -> None:
+    """The engine in processes of its own, the trainer in this one; bytes go through shared memory, or as if afar."""
     from reshard.vllm import LLMClient, WeightSync
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     llm = start_engine(folder, tensor_parallel_size=tensor_parallel)
-    sync = WeightSync.connect(LLMClient(llm), model, num_engine_ranks=tensor_parallel)
-    assert sync.stats.transport == "peer"
+    sync = WeightSync.connect(LLMClient(llm), model, num_engine_ranks=tensor_parallel, transport=transport)
+    assert sync.stats.transport == ("peer" if transport == "auto" else transport)
     run_updates(folder, llm, sync, model, folder)
     sync.close()
 
@@ -224,6 +224,35 @@ def separate_one(folder: Path) -> None:
 
 def separate_two(folder: Path) -> None:
     separate(folder, tensor_parallel=2)
+
+
+def separate_afar(folder: Path) -> None:
+    separate(folder, tensor_parallel=2, transport="collective")
+
+
+def separate_replicas(folder: Path) -> None:
+    """Two engines in one session: both follow, and where one has requests in flight neither is opened."""
+    from vllm import SamplingParams
+
+    from reshard.errors import StateError
+    from reshard.vllm import LLMClient, Replicas, WeightSync
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    engines = [start_engine(folder) for _ in range(2)]
+    sync = WeightSync.connect(Replicas([LLMClient(llm) for llm in engines]), model, num_engine_ranks=2)
+    run_updates(folder, engines[0], sync, model, folder)
+    first, second = (sample(llm) for llm in engines)
+    assert first == second and sync.version == 2
+
+    busy = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+    engines[1].llm_engine.add_request("busy", {"prompt_token_ids": PROMPTS[0]}, busy)
+    expect(StateError, "engine 1 of 2: 1 requests are in flight", sync.push)
+    assert sample(engines[0]) == first, "the other engine goes on"
+    while engines[1].llm_engine.has_unfinished_requests():
+        engines[1].llm_engine.step()
+    sync.push()
+    assert sample(engines[1]) == first and sync.version == 3
+    sync.close()
 
 
 def trainer_interface(folder: Path) -> None:

@@ -40,7 +40,7 @@ class Circle:
             return cls(
                 world.name, group.rank, group.world_size, world.handle, group.backend, group.store, group.record, group
             )
-        name, rank, size = group.group_name, dist.get_rank(group), dist.get_world_size(group)
+        name, rank, size = group.group_name, group.rank(), group.size()
         found = meeting_store(store, f"{name}/")
         record = StepRecord(found, rank=rank, ranks=range(size))
         return cls(name, rank, size, group, dist.get_backend(group), found, record, None)

@@ -7,12 +7,14 @@ if TYPE_CHECKING:
     from reshard.vllm.clients import EngineClient as EngineClient
     from reshard.vllm.clients import HTTPClient as HTTPClient
     from reshard.vllm.clients import LLMClient as LLMClient
+    from reshard.vllm.clients import Replicas as Replicas
     from reshard.vllm.weight_sync import WeightSync as WeightSync
 
 _MODULE_OF = {
     "EngineClient": "clients",
     "HTTPClient": "clients",
     "LLMClient": "clients",
+    "Replicas": "clients",
     "WeightSync": "weight_sync",
 }
 __all__ = sorted(_MODULE_OF)

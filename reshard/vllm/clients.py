@@ -1,4 +1,4 @@
-"""How a trainer speaks to an engine's control plane: in this process, or over HTTP.
+"""How a trainer speaks to an engine's control plane: in this process, over HTTP, or to several engines at once.
 
 vLLM's own clients (``vllm.distributed.weight_transfer.clients``) fit ``EngineClient`` but for the prefix cache: with
 them, reset it yourself after each update.
@@ -6,12 +6,15 @@ them, reset it yourself after each update.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reshard.errors import StateError, TransportError
+from reshard.errors import ReshardError, StateError, TransportError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -133,3 +136,53 @@ class HTTPClient:
             raise TransportError(
                 f"the engine at {self._base_url} can't be reached for {path}: {error.reason}"
             ) from error
+
+
+class Replicas:
+    """Several engines of one model as one: they take part in one session and get every update together.
+
+    Pass ``num_engine_ranks`` of all of them together to ``WeightSync.connect``. Engines may be on several hosts.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        """Borrow the engines' clients; each call goes to all of them at once."""
+        if not clients:
+            raise ValueError("expected at least one engine's client, got none")
+        self._clients = tuple(clients)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See ``EngineClient``."""
+        self._at_once(lambda client: client.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        """See ``EngineClient``. Where one engine refuses, those that had opened an update go on with what they have."""
+        opened: list[EngineClient] = []
+        for idx, client in enumerate(self._clients):
+            try:
+                client.start_weight_update()
+            except ReshardError as error:
+                for other in opened:
+                    with contextlib.suppress(ReshardError):  # never filled: it refuses to run until it is
+                        other.finish_weight_update()
+                raise type(error)(f"engine {idx} of {len(self._clients)}: {error}") from error
+            opened.append(client)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See ``EngineClient``."""
+        self._at_once(lambda client: client.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See ``EngineClient``."""
+        self._at_once(lambda client: client.finish_weight_update(weight_version))
+
+    def reset_prefix_cache(self) -> None:
+        """See ``EngineClient``."""
+        self._at_once(lambda client: client.reset_prefix_cache())
+
+    def _at_once(self, call: Callable[[EngineClient], None]) -> None:
+        """Call all and wait for all; the first error, with the engine's number."""
+        with ThreadPoolExecutor(len(self._clients), thread_name_prefix="reshard-replica") as threads:
+            answers = [threads.submit(call, client) for client in self._clients]
+        for idx, answer in enumerate(answers):
+            if error := answer.exception():
+                raise TransportError(f"engine {idx} of {len(self._clients)}: {error}") from error

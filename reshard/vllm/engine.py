@@ -23,7 +23,7 @@ from reshard.errors import StateError
 from reshard.resharder import Resharder
 from reshard.vllm.live_model import LiveModel
 from reshard.vllm.quantised_update import Allocate
-from reshard.vllm.session import SessionInfo, join_as_engine
+from reshard.vllm.session import Membership, SessionInfo, join_as_engine
 
 _ENGINES: weakref.WeakSet[ReshardWeightTransferEngine] = weakref.WeakSet()
 
@@ -61,6 +61,7 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
         super().__init__(config, vllm_config, device, model)
         self.live = LiveModel(vllm_config, model, self.model_config)
         self._resharder: Resharder | None = None
+        self._membership: Membership | None = None
         self._own_arena: Arena | None = None
         self._num_sessions = 0
         self._is_whole = True
@@ -117,13 +118,14 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
 
         def join() -> None:
             arena = self._destination_arena()
-            self._resharder = join_as_engine(
+            self._membership = join_as_engine(
                 info,
                 exchange,
                 learn=lambda specs, rank: self.live.layout(specs, rank=rank, allocate=self._allocate_in(arena)),
                 tensors=lambda: self.live.tensors,
                 arena=arena,
             )
+            self._resharder = self._membership.resharder
 
         exchange.guarded("an engine rank", join)
 
@@ -142,7 +144,8 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
         Raises:
             TransportError, PeerTimeout: it failed; the weights are not whole and the model refuses to run.
         """
-        self.resharder.run(version=update_info.version or None, deadline_s=update_info.deadline_s)
+        is_newer = update_info.version > self.resharder.version  # not where an update is repeated that failed elsewhere
+        self.resharder.run(version=update_info.version if is_newer else None, deadline_s=update_info.deadline_s)
 
     def finish_weight_update(self) -> None:
         """Bring what depends on the weights up to date and let the model run again."""
@@ -192,9 +195,11 @@ class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardU
         return allocate
 
     def _close_binding(self) -> None:
-        if self._resharder is not None:
+        if self._membership is not None:
+            self._membership.close()
+        elif self._resharder is not None:
             self._resharder.close()
-            self._resharder = None
+        self._resharder = self._membership = None
 
 
 def local_engine() -> ReshardWeightTransferEngine | None:

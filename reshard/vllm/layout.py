@@ -75,7 +75,8 @@ def learn_layout(
         differ = _differences(targets, now)
         as_loaded = twin if vllm_config.quant_config is None else meta_model(vllm_config)
         if quantised:
-            rules, whys = find_rules((name for name in differ if name not in reasons), targets, now)
+            held = {name for name in differ if name in now and now[name].dtype == torch.float8_e4m3fn}
+            rules, whys = find_rules(sorted(held - reasons.keys()), targets, now)
             rules, failed = checked_rules(rules, as_loaded, live)
             whys |= failed
             partly = {name.rpartition(".")[0] for name in {*differ, *reasons} if name not in rules}

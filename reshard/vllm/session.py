@@ -6,6 +6,7 @@ are those of the processes; engine ranks in processes of their own are T, T + 1,
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -16,15 +17,16 @@ import torch
 import torch.distributed as dist
 
 from reshard.arena import Arena
-from reshard.errors import PlanError
+from reshard.errors import PlanError, TransportError
+from reshard.joint_group import leave_group
 from reshard.layout import Layout, TensorSpec
 from reshard.layout_merge import layout_from_bytes, layout_to_bytes, merge_layouts
 from reshard.names import is_dispensable
 from reshard.plan import Plan
 from reshard.planner import make_plan
 from reshard.resharder import Resharder
-from reshard.transports.peer import PeerTransport
 from reshard.vllm.exchange import Exchange
+from reshard.vllm.reach import TransportChoice, reach_all
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -37,7 +39,8 @@ class SessionInfo:
         host, port: where the store is that the first trainer rank serves.
         session: a name that no other session of that store has.
         num_trainers, num_engine_ranks: processes of either side.
-        folder: where ranks of this host meet (socket files); short.
+        transport: ``peer``, ``collective``, or ``auto``: ``peer`` if all processes are on one host.
+        folder: where ranks of the first trainer rank's host meet (socket files); short.
         ignore: source tensors, by names or shell patterns, that the engine need not take.
         timeout_s: seconds that a process waits for the others.
     """
@@ -47,9 +50,15 @@ class SessionInfo:
     session: str
     num_trainers: int
     num_engine_ranks: int
+    transport: TransportChoice
     folder: str
     ignore: tuple[str, ...]
     timeout_s: float
+
+    @property
+    def size(self) -> int:
+        """Processes of both sides."""
+        return self.num_trainers + self.num_engine_ranks
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -60,21 +69,48 @@ class SessionInfo:
         """Inverse of ``to_dict``."""
         return cls(**{**fields, "ignore": tuple(fields["ignore"])})
 
-    def exchange(self, *, serve: bool = False) -> Exchange:
-        """Reach the store; ``serve`` it where this process is the one that ``port`` is of."""
-        store = dist.TCPStore(self.host, self.port, is_master=serve, wait_for_workers=False)  # type: ignore[attr-defined]
+    def exchange(self) -> Exchange:
+        """Reach the store.
+
+        Raises:
+            TransportError: nobody answers there.
+        """
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        try:
+            store = dist.TCPStore(self.host, self.port, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        except (RuntimeError, dist.DistError) as error:
+            raise TransportError(
+                f"the trainer's store at {self.host}:{self.port} can't be reached from this host: pass "
+                f"WeightSync.connect(host=...) the address of trainer rank 0 as it is seen from here ({error})"
+            ) from error
         return Exchange(store, session=self.session, timeout_s=self.timeout_s)
 
 
-def join_as_trainer(info: SessionInfo, exchange: Exchange, rank: int, tensors: Tensors, own: Layout) -> Resharder:
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One process's part in a session: the bound Plan, and the group that it travels by, if there is one."""
+
+    resharder: Resharder
+    group: dist.ProcessGroup | None
+
+    def close(self) -> None:
+        """Release both; weights stay as they are."""
+        self.resharder.close()
+        if self.group is not None:
+            leave_group(self.group)
+
+
+def join_as_trainer(info: SessionInfo, exchange: Exchange, rank: int, tensors: Tensors, own: Layout) -> Membership:
     """Bind trainer rank ``rank``'s live ``tensors``, which lie as ``own`` says, as a source.
 
     Blocks until every process of the session is there.
     """
     exchange.put(f"source/{rank}", layout_to_bytes(own))
     plan = _agree(info, exchange, rank)
-    transport = PeerTransport(Arena.host(), Path(info.folder), timeout_s=info.timeout_s)
-    return Resharder(plan, tensors, {}, rank=rank, transport=transport)
+    transport, group = reach_all(
+        exchange, rank, info.size, choice=info.transport, folder=Path(info.folder), tensors=tensors, arena=Arena.host
+    )
+    return Membership(Resharder(plan, tensors, {}, rank=rank, transport=transport), group)
 
 
 def join_as_engine(
@@ -84,7 +120,7 @@ def join_as_engine(
     learn: Callable[[Iterable[TensorSpec], int], Layout],
     tensors: Callable[[], Tensors],
     arena: Arena,
-) -> Resharder:
+) -> Membership:
     """Bind an engine rank's live tensors as a destination.
 
     Args:
@@ -97,8 +133,11 @@ def join_as_engine(
     own = learn(source.specs.values(), rank)
     exchange.put(f"destination/{rank}", layout_to_bytes(own))
     plan = _agree(info, exchange, rank)
-    transport = PeerTransport(arena, Path(info.folder), timeout_s=info.timeout_s)
-    return Resharder(plan, {}, tensors(), rank=rank, transport=transport)
+    live = tensors()
+    transport, group = reach_all(
+        exchange, rank, info.size, choice=info.transport, folder=Path(info.folder), tensors=live, arena=lambda: arena
+    )
+    return Membership(Resharder(plan, {}, live, rank=rank, transport=transport), group)
 
 
 def plan_between(source: Layout, destination: Layout, *, ignore: Collection[str]) -> Plan:
@@ -129,7 +168,7 @@ def _agree(info: SessionInfo, exchange: Exchange, rank: int) -> Plan:
     destination = merge_layouts(layout_from_bytes(part) for part in parts)
     plan = plan_between(_sources(info, exchange), destination, ignore=info.ignore)
     exchange.put(f"digest/{rank}", plan.digest.encode())
-    digests = exchange.all("digest", range(info.num_trainers + info.num_engine_ranks), who="any")
+    digests = exchange.all("digest", range(info.size), who="any")
     differing = [other for other, digest in enumerate(digests) if digest.decode() != plan.digest]
     if differing:
         raise PlanError(

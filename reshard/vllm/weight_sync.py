@@ -12,13 +12,13 @@ import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 import torch.distributed as dist
 
 from reshard.checkpoint_form import checkpoint_form
-from reshard.errors import LayoutError, ReshardError, StateError, TransportError
+from reshard.errors import LayoutError, PlanError, StateError, TransportError
 from reshard.layout import Layout
 from reshard.names import canonical_names
 from reshard.plan import Plan
@@ -29,7 +29,9 @@ from reshard.transports.collective import CollectiveTransport
 from reshard.vllm.clients import EngineClient
 from reshard.vllm.exchange import Exchange
 from reshard.vllm.quantised_update import Lender
-from reshard.vllm.session import SessionInfo, join_as_trainer, plan_between
+from reshard.vllm.reach import TransportChoice
+from reshard.vllm.session import Membership, SessionInfo, join_as_trainer, plan_between
+from reshard.vllm.turns import Turns
 
 if TYPE_CHECKING:
     from reshard.vllm.engine import ReshardWeightTransferEngine
@@ -42,44 +44,52 @@ class WeightSync:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: EngineClient | None,
         resharder: Resharder,
         *,
         rank: int,
         exchange: Exchange | None,
         engine: ReshardWeightTransferEngine | None,
+        group: dist.ProcessGroup | None = None,
         folder: str | None = None,
     ) -> None:
         """``exchange`` is the session's, where the engine has processes of its own; else ``engine`` is this one's.
 
-        ``folder``, if any, is the session's meeting place, which ``close`` removes.
+        ``group`` and ``folder``, if any, are the session's own, which ``close`` takes down and removes.
         """
-        self._client, self._resharder, self._rank, self._folder = client, resharder, rank, folder
-        self._exchange, self._engine = exchange, engine
-        self._num_pushes = 0
+        self._client, self._resharder, self._rank = client, resharder, rank
+        self._engine = engine
+        self._session_group, self._folder = group, folder
+        self._turns = Turns(exchange) if exchange is not None else None
+        self._version = 0
 
     @classmethod
     def connect(
         cls,
-        client: EngineClient,
+        client: EngineClient | None,
         weights: Weights,
         *,
         num_engine_ranks: int | None = None,
         group: dist.ProcessGroup | None = None,
-        transport: Transport | None = None,
+        transport: Transport | TransportChoice = "auto",
+        host: str = "127.0.0.1",
         ignore: Collection[str] = (),
         timeout_s: float = 120.0,
     ) -> WeightSync:
         """Agree with the engine on what moves where, once. Every trainer rank calls it.
 
         Args:
-            client: the engine's control plane; only the first rank uses it where the engine has its own processes.
+            client: the engine's control plane. Where the engine has its own processes only rank 0 uses it: None on the
+                others.
             weights: this rank's part of the model, a module or tensors by checkpoint names; plain tensors or DTensors.
                 Borrowed: they stay in place, optimizers update them as ever.
             num_engine_ranks: processes of an engine that lives elsewhere (tensor x pipeline x data parallel size).
                 None where its worker lives in this process.
             group: the trainer's ranks; all of ``torch.distributed`` by default, one rank without it.
-            transport: for a colocated engine whose ranks exchange bytes; ``collective`` over ``group`` by default.
+            transport: how bytes cross between processes. Of an engine in this process: one of ``reshard.transports``,
+                by default ``collective`` over ``group``. Of one in processes of its own: ``peer`` (one host),
+                ``collective`` (several), or ``auto``, which finds out.
+            host: address of trainer rank 0 as engine ranks on other hosts see it.
             ignore: trainer's tensors, names or shell patterns, that generation does not need.
             timeout_s: how long ranks wait for one another here.
 
@@ -90,27 +100,52 @@ class WeightSync:
         """
         tensors = trainer_tensors(weights)
         rank, _ = _place(group)
+        if client is None and (rank == 0 or num_engine_ranks is None):
+            raise ValueError(f"trainer rank {rank} drives the engine: expected an EngineClient, got None")
         layout = source_layout(weights, tensors, rank=rank)
         if num_engine_ranks is None:
-            return cls._colocated(client, tensors, layout, group=group, transport=transport, ignore=ignore)
+            given = None if isinstance(transport, str) and transport in ("auto", "collective") else transport
+            if isinstance(given, str):
+                raise PlanError(
+                    f"expected a transport object for an engine in this process, got {given!r}: pass one of "
+                    "reshard.transports, or leave it out"
+                )
+            return cls._colocated(client, tensors, layout, group=group, transport=given, ignore=ignore)
         if num_engine_ranks < 1:
             raise LayoutError(f"expected at least one engine rank, got num_engine_ranks={num_engine_ranks}")
-        info, exchange = _open_session(group, num_engine_ranks, tuple(ignore), timeout_s)
+        if transport not in get_args(TransportChoice):
+            choices = ", ".join(get_args(TransportChoice))
+            raise PlanError(f"expected transport= one of {choices} for engines in other processes, got {transport!r}")
+        info, exchange = _open_session(
+            group,
+            num_engine_ranks=num_engine_ranks,
+            transport=cast("TransportChoice", transport),
+            host=host,
+            ignore=tuple(ignore),
+            timeout_s=timeout_s,
+        )
         call = _Call(exchange)
-        if rank == 0:
+        if rank == 0 and client is not None:
             call.begin(lambda: client.init_weight_transfer_engine({"session": info.to_dict()}))
-        bound: list[Resharder] = []
+        bound: list[Membership] = []
         exchange.guarded(
             f"trainer rank {rank}", lambda: bound.append(join_as_trainer(info, exchange, rank, tensors, layout))
         )
         call.end()
-        folder = info.folder if rank == 0 else None
-        return cls(client, bound[0], rank=rank, exchange=exchange, engine=None, folder=folder)
+        return cls(
+            client,
+            bound[0].resharder,
+            rank=rank,
+            exchange=exchange,
+            engine=None,
+            group=bound[0].group,
+            folder=info.folder if rank == 0 else None,
+        )
 
     @classmethod
     def _colocated(
         cls,
-        client: EngineClient,
+        client: EngineClient | None,
         tensors: Mapping[str, torch.Tensor],
         own: Layout,
         *,
@@ -150,8 +185,8 @@ class WeightSync:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the engine has; 0 before the first push."""
-        return self._resharder.version
+        """Version of the weights that the engine has; 0 before the first push, the last whole one after a failure."""
+        return self._version
 
     def push(self, *, version: int | None = None, deadline_s: float = 60.0) -> TransitionStats:
         """Bring the engine to the trainer's weights of now. Every trainer rank calls it; blocks until it is done.
@@ -159,8 +194,10 @@ class WeightSync:
         The engine's prefix cache is empty afterwards. Weights must not change until it returns.
 
         Args:
-            version: the number that the weights get; one more than the last where left out. Larger than the last.
-            deadline_s: seconds until a PeerTimeout names who was missing.
+            version: the number that the weights get; one more than the last where left out. Larger than the last, and
+                equal on all ranks. After a failure it may be the one that failed.
+            deadline_s: seconds until a PeerTimeout names who was missing; waiting for a server's running requests does
+                not count.
 
         Raises:
             StateError: requests are in flight in the engine (nothing has changed), or the version is not newer.
@@ -170,16 +207,14 @@ class WeightSync:
         version = self.version + 1 if version is None else version
         if version <= self.version:
             raise StateError(f"weights version {version} is not newer than {self.version}: versions only grow")
-        update = {"version": version, "deadline_s": deadline_s}
-        if self._engine is not None:
-            self._client.start_weight_update()
-            self._client.update_weights(update)
+        if self._turns is None:
+            self._update(version, deadline_s, lambda: None)
+        elif self._rank == 0:
+            with self._turns.lead() as opened:
+                self._update(version, deadline_s, opened)
         else:
-            self._push_to_others(version, update, deadline_s)
-        if self._rank == 0 or self._engine is not None:
-            self._client.finish_weight_update(str(version))
-            if self._engine is None or not self._engine.has_empty_prefix_cache:
-                self._client.reset_prefix_cache()
+            self._turns.follow(lambda: self._resharder.run(deadline_s=deadline_s), deadline_s=deadline_s)
+        self._version = version
         return self.stats
 
     def begin_training(self) -> None:
@@ -192,33 +227,34 @@ class WeightSync:
 
     def close(self) -> None:
         """Release what the connection holds; weights on both sides stay as they are."""
-        self._resharder.close()
+        Membership(self._resharder, self._session_group).close()
+        self._session_group = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _push_to_others(self, version: int, update: dict[str, Any], deadline_s: float) -> None:
-        """Both ends at once: the first rank's call lets the engine's ranks receive, all trainer ranks send."""
-        assert self._exchange is not None
-        self._num_pushes += 1
-        key = f"push/{self._num_pushes}"
-        if self._rank == 0:
-            try:
-                self._client.start_weight_update()
-            except ReshardError as error:
-                self._exchange.put(key, str(error).encode())
-                raise
-            self._exchange.put(key, b"")
-            call = _Call()
-            call.begin(lambda: self._client.update_weights(update))
-            try:
-                self._resharder.run(version=version, deadline_s=deadline_s)
-            finally:
-                call.end()
-            return
-        refusal = self._exchange.get(key, waiting_for="trainer rank 0 to open the update")
-        if refusal:
-            raise StateError(refusal.decode())
-        self._resharder.run(version=version, deadline_s=deadline_s)
+    def _update(self, version: int, deadline_s: float, opened: Callable[[], None]) -> None:
+        """Drive the engine through an update; ``opened`` is called when it is ready for the weights."""
+        assert self._client is not None
+        self._client.start_weight_update()
+        opened()
+        update = {"version": version, "deadline_s": deadline_s}
+        if self._engine is not None:
+            self._client.update_weights(update)
+        else:
+            self._send_beside(lambda client: client.update_weights(update), deadline_s)
+        self._client.finish_weight_update(str(version))
+        if self._engine is None or not self._engine.has_empty_prefix_cache:
+            self._client.reset_prefix_cache()
+
+    def _send_beside(self, receive: Callable[[EngineClient], None], deadline_s: float) -> None:
+        """Both ends at once: ``receive`` lets the engine's ranks receive, and this rank sends."""
+        client, call = self._client, _Call()
+        assert client is not None
+        call.begin(lambda: receive(client))
+        try:
+            self._resharder.run(deadline_s=deadline_s)
+        finally:
+            call.end()
 
 
 def trainer_tensors(weights: Weights) -> dict[str, torch.Tensor]:
@@ -270,20 +306,27 @@ class _Call:
 
 
 def _open_session(
-    group: dist.ProcessGroup | None, num_engine_ranks: int, ignore: tuple[str, ...], timeout_s: float
+    group: dist.ProcessGroup | None,
+    *,
+    num_engine_ranks: int,
+    transport: TransportChoice,
+    host: str,
+    ignore: tuple[str, ...],
+    timeout_s: float,
 ) -> tuple[SessionInfo, Exchange]:
     """The session that trainer rank 0 serves, told to the other trainer ranks."""
     rank, size = _place(group)
     exchange: Exchange | None = None
     told = b""
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         info = SessionInfo(
-            host="127.0.0.1",
+            host=host,
             port=store.port,
             session=uuid.uuid4().hex[:12],
             num_trainers=size,
             num_engine_ranks=num_engine_ranks,
+            transport=transport,
             folder=tempfile.mkdtemp(prefix="reshard"),
             ignore=ignore,
             timeout_s=timeout_s,

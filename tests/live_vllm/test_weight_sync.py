@@ -39,6 +39,8 @@ CASES = [
     ("colocated_repacked", "llama_tied", 1, {}),
     ("separate_one", "llama_tied", 1, OWN_PROCESS),
     ("separate_two", "llama", 1, OWN_PROCESS),
+    ("separate_afar", "llama", 1, OWN_PROCESS),
+    ("separate_replicas", "llama", 1, OWN_PROCESS),
     ("spread_in_small_rounds", "llama", 2, {}),
     ("spread_at_once", "llama", 2, {}),
 ]
