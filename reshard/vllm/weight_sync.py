@@ -12,7 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 import torch.distributed as dist
@@ -104,32 +104,38 @@ class WeightSync:
             raise ValueError(f"trainer rank {rank} drives the engine: expected an EngineClient, got None")
         layout = source_layout(weights, tensors, rank=rank)
         if num_engine_ranks is None:
-            given = None if isinstance(transport, str) and transport in ("auto", "collective") else transport
-            if isinstance(given, str):
-                raise PlanError(
-                    f"expected a transport object for an engine in this process, got {given!r}: pass one of "
-                    "reshard.transports, or leave it out"
-                )
-            return cls._colocated(client, tensors, layout, group=group, transport=given, ignore=ignore)
+            own = _transport_object(transport)
+            return cls._colocated(client, tensors, layout, group=group, transport=own, ignore=ignore)
         if num_engine_ranks < 1:
             raise LayoutError(f"expected at least one engine rank, got num_engine_ranks={num_engine_ranks}")
-        if transport not in get_args(TransportChoice):
-            choices = ", ".join(get_args(TransportChoice))
-            raise PlanError(f"expected transport= one of {choices} for engines in other processes, got {transport!r}")
         info, exchange = _open_session(
             group,
             num_engine_ranks=num_engine_ranks,
-            transport=cast("TransportChoice", transport),
+            transport=_transport_choice(transport),
             host=host,
             ignore=tuple(ignore),
             timeout_s=timeout_s,
         )
+        return cls._beside(client, tensors, layout, info=info, exchange=exchange, rank=rank)
+
+    @classmethod
+    def _beside(
+        cls,
+        client: EngineClient | None,
+        tensors: Mapping[str, torch.Tensor],
+        own: Layout,
+        *,
+        info: SessionInfo,
+        exchange: Exchange,
+        rank: int,
+    ) -> WeightSync:
+        """With an engine in processes of its own."""
         call = _Call(exchange)
         if rank == 0 and client is not None:
             call.begin(lambda: client.init_weight_transfer_engine({"session": info.to_dict()}))
         bound: list[Membership] = []
         exchange.guarded(
-            f"trainer rank {rank}", lambda: bound.append(join_as_trainer(info, exchange, rank, tensors, layout))
+            f"trainer rank {rank}", lambda: bound.append(join_as_trainer(info, exchange, rank, tensors, own))
         )
         call.end()
         return cls(
@@ -255,6 +261,28 @@ class WeightSync:
             self._resharder.run(deadline_s=deadline_s)
         finally:
             call.end()
+
+
+def _transport_object(transport: Transport | TransportChoice) -> Transport | None:
+    """What an engine in this process can take; None for the default."""
+    if not isinstance(transport, str):
+        return transport
+    if transport in ("auto", "collective"):
+        return None
+    raise PlanError(
+        f"expected a transport object for an engine in this process, got {transport!r}: pass one of "
+        "reshard.transports, or leave it out"
+    )
+
+
+def _transport_choice(transport: Transport | TransportChoice) -> TransportChoice:
+    """What an engine in other processes can be told."""
+    if isinstance(transport, str) and transport in get_args(TransportChoice):
+        return transport
+    raise PlanError(
+        f"expected transport= one of {', '.join(get_args(TransportChoice))} for engines in other processes, got "
+        f"{transport!r}"
+    )
 
 
 def trainer_tensors(weights: Weights) -> dict[str, torch.Tensor]:

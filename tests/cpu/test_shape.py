@@ -29,6 +29,7 @@ WITH_TORCH = {
         "spec_transformers",
         "strided_view",
         "table",
+        "joint_group",
         "torch_layout",
     ),
     *("process_groups", "triton_checksum", "triton_copy", "triton_kernels", "verify"),
