@@ -68,16 +68,6 @@ class Exchange:
             data: bytes = self._store.get(self._prefix + key)
         return data
 
-    def has(self, key: str) -> bool:
-        """Whether something was published under ``key``.
-
-        Raises:
-            TransportError: trainer rank 0 is gone.
-        """
-        with _reaching_the_store():
-            found: bool = self._store.check([self._prefix + key])
-        return found
-
     def all(self, key: str, ranks: Iterable[int], *, who: str) -> list[bytes]:
         """What every rank of ``ranks`` published under ``key/rank``, in their order."""
         return [self.get(f"{key}/{rank}", waiting_for=f"{key} of {who} rank {rank}") for rank in ranks]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from reshard.errors import StateError, TransportError
 from reshard.vllm.exchange import Exchange
@@ -38,33 +38,24 @@ class Turns:
             yield opened
         except BaseException as error:
             words = (str(error) or repr(error)).encode()
-            if not told:
-                self._exchange.put(f"{turn}/opened", words)
-            self._exchange.put(f"{turn}/ended", words)
+            self._exchange.put(f"{turn}/{'ended' if told else 'opened'}", words)
             raise
         self._exchange.put(f"{turn}/ended", b"")
 
     def follow(self, run: Callable[[], object], *, deadline_s: float) -> None:
         """Push as another rank: ``run`` is its own part, once the engine is open.
 
-        Pushes that ended without this rank are made up for first: all ranks count the same transitions.
+        A rank that comes when its push has ended gets what came of it: all ranks count the same transitions.
 
         Raises:
             PeerTimeout: rank 0 did not push within ``deadline_s``; this rank may try again.
             StateError: rank 0 could not open the engine; nothing has changed.
             TransportError: the push failed elsewhere, in rank 0's words, or rank 0 is gone.
         """
-        while True:
-            turn = f"push/{self._num_turns + 1}"
-            self._exchange.get(f"{turn}/called", waiting_for="trainer rank 0 to push", timeout_s=deadline_s)
-            self._num_turns += 1
-            was_missed = self._exchange.has(f"{turn}/ended")
-            refusal = self._exchange.get(f"{turn}/opened", waiting_for="the engine to open", timeout_s=math.inf)
-            if not was_missed:
-                break
-            if not refusal:
-                with suppress(TransportError):
-                    run()
+        turn = f"push/{self._num_turns + 1}"
+        self._exchange.get(f"{turn}/called", waiting_for="trainer rank 0 to push", timeout_s=deadline_s)
+        self._num_turns += 1
+        refusal = self._exchange.get(f"{turn}/opened", waiting_for="the engine to open", timeout_s=math.inf)
         if refusal:
             raise StateError(refusal.decode())
         run()
