@@ -67,7 +67,7 @@ def test_an_engine_follows_its_trainer(folder, scenarios, name, kind, num_proces
 def test_updated_engines_equal_fresh_ones_that_load_the_saved_weights(folder, scenarios):
     run(scenarios, "fresh", folder)
     fresh = json.loads((folder / "fresh.json").read_text())
-    assert len(fresh) == len(CASES)
+    assert fresh and fresh.keys() == {path.parent.name for path in folder.glob("*/tokens.json")}
     for own, tokens in fresh.items():
         assert json.loads((folder / own / "tokens.json").read_text()) == tokens, own
 
