@@ -24,8 +24,7 @@ def run(what: str, way: str, folder: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [sys.executable, *launcher, str(SCENARIOS), what, way, str(folder)],
-        env=os.environ
-        | {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | settings,
         capture_output=True,
         text=True,
         timeout=280,
