@@ -39,6 +39,39 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "vocab_size": 151936,
     },
+    "4b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "tiny": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1024,
+    },
     "30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -120,12 +153,14 @@ def mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | {f"mlp.experts.{e}.{name}.weight": shape for e in experts for name, shape in one.items()}
 
 
-def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Weights:
+def random_weights(
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, *, device: torch.device | str = "cuda"
+) -> Weights:
     """The trainer's weights."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     scale = {name: 0.05 if len(shape) > 1 else 1.0 for name, shape in shapes.items()}
     return {
-        name: torch.randn(shape, device="cuda", generator=generator, dtype=dtype).mul_(scale[name])
+        name: torch.randn(shape, device=device, generator=generator, dtype=dtype).mul_(scale[name])
         for name, shape in shapes.items()
     }
 

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from reshard.dtype import DType
 from reshard.quant import QuantMode
-from reshard.torch_layout import dtype_of
+from reshard.torch_layout import dtype_of, torch_dtype
 from reshard.vllm.after_loading import FAILURES, as_bits, kind_of_layer, method_of, random_bits, run_step
 from reshard.vllm.quantised import SCALES, QuantRule
 from reshard.vllm.quantiser import Quantiser
@@ -180,7 +180,7 @@ def _random(rule: QuantRule, device: torch.device, seed: int) -> torch.Tensor:
         noise = torch.randn(min(matrix.numel(), 1 << 20), generator=generator).to(device)
         repeated = noise.repeat(-(-matrix.numel() // noise.numel()))[: matrix.numel()]
         matrix.copy_(repeated.view(matrix.shape) * scale * 0.05)
-    return values.to(torch.bfloat16 if rule.dtype is DType.BFLOAT16 else torch.float16)
+    return values.to(torch_dtype(rule.dtype))
 
 
 def _matrices(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -10,8 +10,10 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm_cases import CONFIGS, check_storages, first_labels, labelled
 
+from reshard.oracle import quantize_reference
 from reshard.vllm.checkpoint import checkpoint_specs
 from reshard.vllm.layout import learn_layout
 
@@ -124,12 +126,28 @@ def test_tensors_that_the_engine_computed_from_its_weights_are_named(engine, liv
     assert learn_layout(engine.vllm_config, specs, rank=0, live=live).derived == ("model.norm.absorbed",)
 
 
+class ByRows(QuantizeMethodBase):
+    """Quantises by rows after loading and keeps the weight transposed, as vLLM's methods of that kind do."""
+
+    def create_weights(self, layer, *args, **kwargs):
+        raise AssertionError("the layer is there already")
+
+    def apply(self, layer, *args, **kwargs):
+        raise AssertionError("the layer never runs")
+
+    def process_weights_after_loading(self, layer):
+        values, scale = quantize_reference(layer.weight, mode="rows", through_bf16=False)
+        layer.weight = torch.nn.Parameter(values.t(), requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+
+
 def test_a_parameter_in_float8_is_described_by_a_rule_if_asked_for(engine, live, specs, monkeypatch):
     name = "model.layers.0.self_attn.qkv_proj.weight"
     module = live.get_submodule(name.removesuffix(".weight"))
     quantised = torch.zeros(64, 384, dtype=torch.float8_e4m3fn).t().contiguous().t()
     monkeypatch.setitem(module._parameters, "weight", torch.nn.Parameter(quantised, False))
     monkeypatch.setitem(module._parameters, "weight_scale", torch.nn.Parameter(torch.zeros(384, 1), False))
+    monkeypatch.setattr(module, "quant_method", ByRows())
     assert name in learn_layout(engine.vllm_config, specs, rank=0, live=live).opaque
     learnt = learn_layout(engine.vllm_config, specs, rank=0, live=live, quantised=True)
     rule = learnt.quantised[name]
