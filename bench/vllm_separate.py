@@ -123,6 +123,7 @@ def phase(pipe: Any, name: str, args: argparse.Namespace, folder: str) -> None:
     if name == "ours" and args.device == "cuda":
         outcome["seconds"]["plain copy of the engine's bytes"] = plain_copies(weights, args.rounds)
     pipe.send(outcome)
+    llm.llm_engine.engine_core.shutdown()  # a child of multiprocessing ends without running what would do it
 
 
 def make_way(name: str, llm: Any, weights: Weights) -> tuple[Way, Any]:
