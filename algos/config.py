@@ -177,7 +177,9 @@ class RolloutConfig:
     pipeline_model_parallel_size: int = key(1, "pipeline-parallel size p_g of generation", at_least=1)
     gpu_memory_utilization: float = key(0.5, "share of GPU memory that vllm plans with", above=0, at_most=1)
     placement: str = key(
-        "colocated", "where vllm runs: in the trainer's process or in its own", choices=("colocated", "separate")
+        "colocated",
+        "where vllm runs: in the trainer's process, in its own, or in a Ray actor",
+        choices=("colocated", "separate", "ray"),
     )
     enforce_eager: bool = key(False, "vllm without CUDA graphs")
     max_model_len: int | None = key(

@@ -150,6 +150,11 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
+    if uses_vllm(config) and config.rollout.placement == "ray" and importlib.util.find_spec("ray") is None:
+        raise InputError(
+            "rollout.placement=ray: Ray is not installed; install reshard[ray], or set rollout.placement=separate, "
+            "which gives vLLM processes of its own without it"
+        )
     train = config.actor.pipeline_model_parallel_size * config.actor.tensor_model_parallel_size
     generation = config.rollout.pipeline_model_parallel_size * config.rollout.tensor_model_parallel_size
     expected = config.engine.micro_dp_size

@@ -14,7 +14,7 @@ from algos.preflight import Prepared
 from algos.weights import Publisher, SyncPublisher, WeightPublisher
 from hybrid.engines.optim import Schedule
 from hybrid.engines.rollout_torch import TorchRolloutEngine
-from hybrid.engines.rollout_vllm import VllmOptions, VllmRolloutEngine
+from hybrid.engines.rollout_vllm import Placement, VllmOptions, VllmRolloutEngine
 from hybrid.engines.train_torch import OptimConfig, TorchTrainEngine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -68,7 +68,7 @@ def _rollout(prepared: Prepared) -> TorchRolloutEngine | VllmRolloutEngine:
         return TorchRolloutEngine(prepared.model_folder, **common)
     parallel = config.tensor_model_parallel_size
     options = VllmOptions(
-        placement="separate" if config.placement == "separate" or parallel > 1 else "colocated",
+        placement="separate" if config.placement == "colocated" and parallel > 1 else cast(Placement, config.placement),
         tensor_parallel_size=parallel,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=config.max_model_len or data.max_prompt_length + data.max_response_length,

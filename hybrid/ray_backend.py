@@ -40,10 +40,10 @@ class RayPool(ResourcePool):
         """
         super().__init__(spec)
         self._members: list[RayMembers] = []
-        self._owns_cluster = _connect()
+        self._owns_cluster = connect_cluster()
         self._group: PlacementGroup | None = None
         try:
-            check_fit(spec.bundles, _node_resources())
+            check_fit(spec.bundles, node_resources())
             self._group = self._reserve(timeout_s)
         except ResourceError:
             self.close()
@@ -217,7 +217,7 @@ def _seconds(timeout_s: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=timeout_s)
 
 
-def _connect() -> bool:
+def connect_cluster() -> bool:
     """Connect this process to a cluster; return whether it started one, which it must then end."""
     if ray.is_initialized():
         return False
@@ -229,7 +229,8 @@ def _connect() -> bool:
     return True
 
 
-def _node_resources() -> list[dict[str, float]]:
+def node_resources() -> list[dict[str, float]]:
+    """What each living node of the cluster has in all."""
     nodes: list[dict[str, Any]] = ray.nodes()
     return [node["Resources"] for node in nodes if node["Alive"]]
 

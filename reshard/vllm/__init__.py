@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from reshard.vllm.clients import HTTPClient as HTTPClient
     from reshard.vllm.clients import LLMClient as LLMClient
     from reshard.vllm.clients import Replicas as Replicas
+    from reshard.vllm.ray_client import RayClient as RayClient
     from reshard.vllm.weight_sync import WeightSync as WeightSync
 
 _MODULE_OF = {
     "EngineClient": "clients",
     "HTTPClient": "clients",
     "LLMClient": "clients",
+    "RayClient": "ray_client",
     "Replicas": "clients",
     "WeightSync": "weight_sync",
 }

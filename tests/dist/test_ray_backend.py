@@ -16,7 +16,9 @@ from hybrid.controller import Dispatch, ResourceSpec, Worker, WorkerContext, Wor
 from hybrid.errors import GroupStuck, ResourceError, WorkerError, WorkerTimeout  # noqa: E402
 from hybrid.pool import ResourcePool  # noqa: E402
 from hybrid.profiler import phase, record_phases  # noqa: E402
+from reshard.errors import PeerTimeout, StateError, TransportError  # noqa: E402
 from reshard.mesh import Mesh  # noqa: E402
+from reshard.vllm import RayClient  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 200.0
@@ -68,6 +70,22 @@ class Echo(Worker):
     @register(dispatch=Dispatch.ONE_TO_ALL)
     def unsendable(self) -> object:
         return threading.Lock()
+
+
+class Engine:
+    """An engine's control plane that answers each call in another wrong way."""
+
+    def start_weight_update(self) -> None:
+        raise StateError("3 requests are in flight")
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        raise RuntimeError(f"no kernel for version {update_info['version']}")
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        threading.Event().wait(600)
+
+    def reset_prefix_cache(self) -> None:
+        """Never reached: the actor is gone by then."""
 
 
 def rows(*values: int) -> TensorDict:
@@ -139,3 +157,18 @@ def test_l1_a_demand_that_cannot_fit_fails_at_once_and_names_the_lack(pool: Reso
 def test_what_others_hold_is_named_after_the_timeout(pool: ResourcePool) -> None:
     with pytest.raises(ResourceError, match=r"not free within 1 s: CPU asked 2, free 1"):
         open_pool(ResourceSpec(num_workers=2, cpus_per_worker=1), backend="ray", timeout_s=1)
+
+
+def test_what_an_engine_in_an_actor_does_wrong_comes_back_by_its_kind(pool: ResourcePool) -> None:
+    actor = ray.remote(Engine).options(num_cpus=0).remote()
+    client = RayClient(actor, name="policy", timeout_s=TIMEOUT_S)
+    with pytest.raises(StateError, match=r"^3 requests are in flight$"):
+        client.start_weight_update()
+    refusal = "^the engine in Ray actor 'policy' refused update_weights: RuntimeError: no kernel for version 4$"
+    with pytest.raises(TransportError, match=refusal):
+        client.update_weights({"version": 4})
+    with pytest.raises(PeerTimeout, match="'policy' did not answer finish_weight_update within 1 s: raise timeout_s"):
+        RayClient(actor, name="policy", timeout_s=1).finish_weight_update("4")
+    ray.kill(actor)
+    with pytest.raises(TransportError, match=r"'policy', which holds the engine, is gone \(reset_prefix_cache was"):
+        client.reset_prefix_cache()
