@@ -206,16 +206,28 @@ def spread_at_once(folder: Path) -> None:
     spread(folder, staging_bytes=64 << 20)
 
 
-def separate(folder: Path, *, tensor_parallel: int, transport: str = "auto") -> None:
-    """The engine in processes of its own, the trainer in this one; bytes go through shared memory, or as if afar."""
+def separate(folder: Path, *, tensor_parallel: int) -> None:
+    """The engine in processes of its own, the trainer in this one; bytes go through shared memory, then as if afar."""
     from reshard.vllm import LLMClient, WeightSync
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     llm = start_engine(folder, tensor_parallel_size=tensor_parallel)
-    sync = WeightSync.connect(LLMClient(llm), model, num_engine_ranks=tensor_parallel, transport=transport)
-    assert sync.stats.transport == ("peer" if transport == "auto" else transport)
+    sync = WeightSync.connect(LLMClient(llm), model, num_engine_ranks=tensor_parallel)
+    assert sync.stats.transport == "peer"
     run_updates(folder, llm, sync, model, folder)
     sync.close()
+    afar = WeightSync.connect(LLMClient(llm), model, num_engine_ranks=tensor_parallel, transport="collective")
+    assert afar.stats.transport == "collective"
+    optimizer, before = torch.optim.AdamW(model.parameters(), lr=0.02), sample(llm)[0]
+    for update in (3, 4):
+        train(model, optimizer, update)
+        afar.push()
+        tokens, log_probs = sample(llm)
+        expect_trainer(model, tokens, log_probs)
+        assert tokens != before, "the update changed no token: the test shows nothing"
+        before = tokens
+        afar.begin_training()
+    afar.close()
 
 
 def separate_one(folder: Path) -> None:
@@ -224,10 +236,6 @@ def separate_one(folder: Path) -> None:
 
 def separate_two(folder: Path) -> None:
     separate(folder, tensor_parallel=2)
-
-
-def separate_afar(folder: Path) -> None:
-    separate(folder, tensor_parallel=2, transport="collective")
 
 
 def separate_replicas(folder: Path) -> None:

@@ -7,23 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import byte_tokenizer
-from fork_server import ForkServer
+from vllm_runs import SCENARIOS, check, run
 from vllm_scenarios import make_model
 
-SCENARIOS = Path(__file__).parents[1] / "vllm_scenarios.py"
-LOOP_SCENARIOS = SCENARIOS.with_name("vllm_loop_scenarios.py")
-
-
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-
-def check(done: subprocess.CompletedProcess[str]) -> None:
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-
-
-def run(scenarios: ForkServer, name: str, folder: Path, *, script: Path = SCENARIOS, **environment: str) -> None:
-    check(scenarios.run(script, name, str(folder), timeout=280, **environment))
 
 
 def run_ranks(name: str, folder: Path, num_processes: int) -> None:
@@ -40,7 +27,6 @@ CASES = [
     ("colocated_repacked", "llama_tied", 1, {}),
     ("separate_one", "llama_tied", 1, OWN_PROCESS),
     ("separate_two", "llama", 1, OWN_PROCESS),
-    ("separate_afar", "llama", 1, OWN_PROCESS),
     ("separate_replicas", "llama", 1, OWN_PROCESS),
     ("spread_in_small_rounds", "llama", 2, {}),
     ("spread_at_once", "llama", 2, {}),
@@ -70,20 +56,3 @@ def test_updated_engines_equal_fresh_ones_that_load_the_saved_weights(folder, sc
     assert fresh and fresh.keys() == {path.parent.name for path in folder.glob("*/tokens.json")}
     for own, tokens in fresh.items():
         assert json.loads((folder / own / "tokens.json").read_text()) == tokens, own
-
-
-@pytest.mark.parametrize(
-    ("name", "script"), [("refusals", SCENARIOS), ("trainer_interface", SCENARIOS), ("rollout_engine", LOOP_SCENARIOS)]
-)
-def test_wrong_input_is_refused_and_what_is_asked_for_comes(tmp_path, scenarios, name, script):
-    make_model(tmp_path)
-    run(scenarios, name, tmp_path, script=script)
-    assert (tmp_path / f"{name}.done").exists()
-
-
-def test_grpo_runs_on_vllm(tmp_path, scenarios):
-    tokenizer = byte_tokenizer()
-    make_model(tmp_path / "model", "llama_tied", vocabulary=len(tokenizer))
-    tokenizer.save_pretrained(tmp_path / "model")
-    run(scenarios, "grpo", tmp_path, script=LOOP_SCENARIOS)
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 4
