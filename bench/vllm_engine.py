@@ -6,9 +6,12 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -163,6 +166,30 @@ def random_weights(
         name: torch.randn(shape, device=device, generator=generator, dtype=dtype).mul_(scale[name])
         for name, shape in shapes.items()
     }
+
+
+Outcome = dict[str, Any]
+
+
+def outcome_of(phase: Callable[..., Outcome], *arguments: Any) -> Outcome:
+    """What ``phase(*arguments)`` returns in a process of its own; its failure ends this one too."""
+    context = mp.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=send_outcome, args=(its, phase, arguments))
+    process.start()
+    its.close()
+    try:
+        outcome: Outcome = mine.recv()
+    except EOFError:
+        raise SystemExit(f"{phase.__name__}{arguments[:1]} failed") from None
+    process.join(timeout=60)
+    process.kill()
+    return outcome
+
+
+def send_outcome(pipe: Connection, phase: Callable[..., Outcome], arguments: tuple[Any, ...]) -> None:
+    """In that process."""
+    pipe.send(phase(*arguments))
 
 
 class Engine:

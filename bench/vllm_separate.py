@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 from bench.record import save, summary
-from bench.vllm_engine import SHAPES, Weights, model_config, random_weights, shapes_of
+from bench.vllm_engine import SHAPES, Outcome, Weights, model_config, outcome_of, random_weights, shapes_of
 
 Way = Callable[[], None]
 PROMPTS = [{"prompt_token_ids": [(13 * i + 5 * k) % 300 + 3 for k in range(16 + 40 * i)]} for i in range(4)]
@@ -103,7 +102,7 @@ def nccl_way(llm: Any, weights: Weights) -> Way:
     return update
 
 
-def phase(pipe: Any, name: str, args: argparse.Namespace, folder: str) -> None:
+def phase(name: str, args: argparse.Namespace, folder: str) -> Outcome:
     """One engine and its ways, in a process of their own."""
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     llm = start_engine(args, folder, "reshard" if name == "ours" else "nccl")
@@ -122,8 +121,8 @@ def phase(pipe: Any, name: str, args: argparse.Namespace, folder: str) -> None:
             sync.close()
     if name == "ours" and args.device == "cuda":
         outcome["seconds"]["plain copy of the engine's bytes"] = plain_copies(weights, args.rounds)
-    pipe.send(outcome)
     llm.llm_engine.engine_core.shutdown()  # a child of multiprocessing ends without running what would do it
+    return outcome
 
 
 def make_way(name: str, llm: Any, weights: Weights) -> tuple[Way, Any]:
@@ -184,22 +183,6 @@ def plain_copies(weights: Weights, num: int) -> list[float]:
     return seconds[1:]
 
 
-def outcome_of(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """What a phase found; its failure ends this process too."""
-    context = mp.get_context("spawn")
-    mine, its = context.Pipe()
-    process = context.Process(target=phase, args=(its, name, args, folder))
-    process.start()
-    its.close()
-    try:
-        found: dict[str, Any] = mine.recv()
-    except EOFError:
-        raise SystemExit(f"the phase of {name} failed") from None
-    process.join(timeout=60)
-    process.kill()
-    return found
-
-
 def report(outcomes: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Print medians and write the file."""
     seconds = {way: samples for outcome in outcomes for way, samples in outcome["seconds"].items()}
@@ -239,10 +222,10 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory(prefix="reshard") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config(args.model)))
-        outcomes = [outcome_of("ours", args, folder)]
+        outcomes = [outcome_of(phase, "ours", args, folder)]
         report(outcomes, args)
         if args.device == "cuda":
-            outcomes.append(outcome_of("theirs", args, folder))
+            outcomes.append(outcome_of(phase, "theirs", args, folder))
             report(outcomes, args)
 
 

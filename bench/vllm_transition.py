@@ -21,7 +21,6 @@ import operator
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,17 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from bench.record import save, summary
-from bench.vllm_engine import GIB, SHAPES, Engine, Weights, model_config, random_weights, shapes_of
+from bench.vllm_engine import (
+    GIB,
+    SHAPES,
+    Engine,
+    Outcome,
+    Weights,
+    model_config,
+    outcome_of,
+    random_weights,
+    shapes_of,
+)
 
 
 class Way:
@@ -208,9 +217,6 @@ def used_beside_arena(memory: Any) -> int:
     return int(total - free - memory.arena.stats.created_bytes)
 
 
-Outcome = dict[str, Any]
-
-
 def our_phase(args: argparse.Namespace, folder: str) -> Outcome:
     """Our engine with a trainer of its own memory, then with one that shares the engine's."""
     from reshard.vllm.memory import engine_memory
@@ -260,29 +266,6 @@ def their_phase(args: argparse.Namespace, folder: str) -> Outcome:
     tokens = rounds(ways, trainer.weights, None, args.rounds)
     trainer.close()
     return {"tokens": tokens, "num_blocks": engine.num_blocks, "seconds": {w.name: w.seconds for w in ways}}
-
-
-def run_phase(
-    pipe: Connection, phase: Callable[[argparse.Namespace, str], Outcome], args: argparse.Namespace, folder: str
-) -> None:
-    """In a process of its own: the whole device belongs to one engine."""
-    pipe.send(phase(args, folder))
-
-
-def outcome_of(phase: Callable[[argparse.Namespace, str], Outcome], args: argparse.Namespace, folder: str) -> Outcome:
-    """What a phase found; an error of it ends this process too."""
-    context = mp.get_context("spawn")
-    mine, its = context.Pipe()
-    process = context.Process(target=run_phase, args=(its, phase, args, folder))
-    process.start()
-    its.close()
-    try:
-        outcome: Outcome = mine.recv()
-    except EOFError:
-        raise SystemExit(f"{phase.__name__} failed") from None
-    process.join(timeout=60)
-    process.kill()
-    return outcome
 
 
 def run(args: argparse.Namespace, folder: str) -> None:

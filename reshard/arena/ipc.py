@@ -13,15 +13,11 @@ an allocation once, however many imports of it there are, and unmaps it with the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from reshard import _C
 from reshard.arena.channel import Channel, Credentials, Deadline
 from reshard.arena.mapped import MappedMemory
 from reshard.errors import DeviceError, StateError, TransportError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from reshard import _C
 from reshard.arena.arena import Arena, ArenaRegion
 from reshard.arena.channel import MAX_DESCRIPTORS, Channel, Credentials, Deadline
 from reshard.arena.mapped import MappedMemory
 from reshard.errors import DeviceError, StateError, TransportError
-
-if TYPE_CHECKING:
-    pass
 
 _MAX_CHUNKS: Final = 1 << 20
 _KINDS: Final = ("host", "cuda")

@@ -70,6 +70,7 @@ class EngineMemory:
         self.arena = _arena(device, options)
         self.state = SleepState()
         self.has_slept = False
+        """Whether the KV cache sleeps because vLLM went to sleep, which makes it forget its prefix cache first."""
         self._pools: dict[str, ArenaPool | HostPool] = {
             tag: ArenaPool(self.arena, group=tag) if device >= 0 else HostPool(self.arena, group=tag) for tag in TAGS
         }

@@ -24,7 +24,7 @@ from reshard.layout_merge import layout_from_bytes, layout_to_bytes, merge_layou
 from reshard.names import is_dispensable
 from reshard.plan import Plan
 from reshard.planner import make_plan
-from reshard.resharder import Resharder
+from reshard.resharder import Resharder, State
 from reshard.vllm.exchange import Exchange
 from reshard.vllm.reach import TransportChoice, reach_all
 
@@ -94,10 +94,11 @@ class Membership:
     group: dist.ProcessGroup | None
 
     def close(self) -> None:
-        """Release both; weights stay as they are."""
+        """Release both; weights stay as they are. A group that a failed transition broke is not waited for."""
+        is_broken = self.resharder.state is State.STALE
         self.resharder.close()
         if self.group is not None:
-            leave_group(self.group)
+            leave_group(self.group, abort=is_broken)
 
 
 def join_as_trainer(info: SessionInfo, exchange: Exchange, rank: int, tensors: Tensors, own: Layout) -> Membership:

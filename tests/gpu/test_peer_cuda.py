@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import transport_suite
+from device_memory import DeviceMemory
 from forked_ranks import together
 from transport_suite import NO_KERNELS, WORLD, Pair, bound, check_case, row_layout, sample_cases
 
@@ -26,18 +27,6 @@ pytestmark = [
 ]
 NUM_CASES = 60
 SHIFTED = Pair(row_layout(640, 50, WORLD), row_layout(640, 50, WORLD, first_row=80))
-
-
-class DeviceMemory:
-    """Destination storages in one arena on the GPU."""
-
-    def __init__(self) -> None:
-        torch.cuda.init()
-        self.arena, self.count = Arena.cuda(0), 0
-
-    def __call__(self, name: str, num_bytes: int) -> torch.Tensor:
-        self.count += 1
-        return self.arena.allocate(f"{self.count}.{name}", num_bytes).tensor(shape=(num_bytes,))
 
 
 def worker(rank: int, folder: str, scenario: str) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import transport_suite
+from device_memory import DeviceMemory
 from transport_suite import WORLD, Pair, bound, check_case, row_layout, sample_cases
 from triton_transitions import replicas
 
 import reshard
 from reshard import _C, PeerTransport
-from reshard.arena import Arena
 from reshard.errors import VerifyError
 from reshard.table import CopyEntry, make_table
 from reshard.transports.runner import Launches
@@ -142,18 +142,6 @@ def test_fans_and_tables_that_build_on_each_other(graph, num_launches, monkeypat
         launches.synchronize(10.0, what="copies")
         assert all(torch.equal(t, source.bfloat16()) for t in targets) and torch.equal(last, source.bfloat16().float())
     launches.close()
-
-
-class DeviceMemory:
-    """Destination storages in one arena on the GPU."""
-
-    def __init__(self) -> None:
-        torch.cuda.init()
-        self.arena, self.count = Arena.cuda(0), 0
-
-    def __call__(self, name: str, num_bytes: int) -> torch.Tensor:
-        self.count += 1
-        return self.arena.allocate(f"{self.count}.{name}", num_bytes).tensor(shape=(num_bytes,))
 
 
 def plain(name: str, num_bytes: int) -> torch.Tensor:
