@@ -2,7 +2,7 @@
 
 Fusing the optimizer's step into backward frees gradients early, and makes a layer's weights final while earlier layers
 are still being differentiated. `BackwardPush` hooks the parameters that a Resharder reads, and pushes a part when the
-last of its parameters has been stepped.
+last of its parameters has been stepped::
 
     with Resharder(plan, source, destination, parts="layers") as resharder:
         steps = {p: torch.optim.AdamW([p]) for p in model.parameters()}
